@@ -1,0 +1,22 @@
+//! Typed outbox events, without a line of SQL.
+
+use std::time::Duration;
+
+pub mod event;
+pub mod key;
+
+pub mod backoff;
+
+#[doc(hidden)]
+pub mod __private;
+
+pub use crate::backoff::Backoff;
+pub use crate::event::{EventId, OutboxEvent, Priority};
+#[cfg(feature = "derive")]
+pub use outbox_derive::OutboxEvent;
+
+/// The longest span this crate accepts anywhere: 100 years.
+///
+/// A bound far below what a database's interval arithmetic can hold, so that no sum of a stored
+/// time and a configured span overflows.
+pub const DURATION_MAX: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);

@@ -1,0 +1,1 @@
+//! Outbox stores on PostgreSQL and SQLite, through sqlx.
