@@ -5,13 +5,23 @@ use std::time::Duration;
 pub mod event;
 pub mod key;
 
+pub mod handler;
+pub mod lease;
+pub mod outcome;
+pub mod store;
+
 pub mod backoff;
+
+#[cfg(feature = "testing")]
+pub mod testing;
 
 #[doc(hidden)]
 pub mod __private;
 
 pub use crate::backoff::Backoff;
 pub use crate::event::{EventId, OutboxEvent, Priority};
+pub use crate::handler::{Delivery, Handler, HandlerError};
+pub use crate::store::{EventState, Store, StoreError};
 #[cfg(feature = "derive")]
 pub use outbox_derive::OutboxEvent;
 

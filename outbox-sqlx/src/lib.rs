@@ -1,1 +1,9 @@
 //! Outbox stores on PostgreSQL and SQLite, through sqlx.
+
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+mod error;
+
+#[cfg(feature = "postgres")]
+pub mod postgres;
+#[cfg(feature = "sqlite")]
+pub mod sqlite;

@@ -1,0 +1,759 @@
+//! The contract between the framework and a database.
+//!
+//! A store keeps rows and answers questions about them. It decides nothing: retry or dead, how
+//! long to wait, what is poison comes to it as an [`Outcome`]. The promises that concern it are
+//! numbered in [`Store`]; the contract suite in `testing::contract` checks each of them on every
+//! store.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::fmt;
+use std::future::Future;
+use std::num::NonZeroU32;
+use std::ops::DerefMut;
+use std::sync::Arc;
+use std::time::{Duration, SystemTime};
+
+use crate::event::{EventId, Priority};
+use crate::lease::{HeldLease, LeaseToken};
+use crate::outcome::{DeadReason, ErrorText, Outcome};
+
+/// Keeps the rows of an outbox.
+///
+/// This trait is not stable: it is public so that a store can live in a crate of its own, and it
+/// changes whenever the framework needs it to. Implementors run
+/// `testing::contract` against it.
+///
+/// What every store promises, by the number used throughout docs and tests:
+///
+/// - **P1, P2** [`insert`](Self::insert) writes through the caller's connection and nothing else.
+///   It begins, commits and rolls back nothing, so an event lives or dies with the transaction.
+/// - **P3** A dedup key, scoped by event name, lets one event in. Concurrent inserts of one key
+///   wait for each other's commit; the loser learns the winner's id, state and output, and nobody
+///   is told "duplicate" because of a row that never committed.
+/// - **P4** A claim is exclusive until its lease ends, takes no more rows than asked, and does not
+///   wait for another claim.
+/// - **P5** Every write that ends, extends or gives back a claim names the lease token. Where the
+///   row no longer has it, nothing changes.
+/// - **P6** A claim adds 1 to `attempts`; a row born leased has 1 from its insert; a release takes
+///   1 back. `attempts` never exceeds `max_attempts`.
+/// - **P7** An expired lease makes the row due again for [`claim`](Self::claim) while an attempt
+///   is left, and visible to [`sweep`](Self::sweep) when none is.
+/// - **P12** [`claim`](Self::claim) touches only rows whose name it was given.
+/// - **P13** Every time stored or compared is the database's own.
+/// - **P17** [`purge`](Self::purge) removes only what is settled and past its retention.
+///
+/// Every method but those that take the caller's connection comes back within the store's own
+/// statement deadline, with a transient error if the database does not answer, and is never
+/// dropped half way by the framework.
+pub trait Store: Clone + Send + Sync + 'static {
+    /// The connection a publish writes through.
+    type Connection: Send;
+
+    /// A transaction of the caller.
+    type Tx<'t>: DerefMut<Target = Self::Connection> + Send;
+
+    /// A subscription to wake-ups from other processes. [`NoWakeups`] where there are none.
+    type Wakeups: Wakeups;
+
+    /// Begins a transaction on the application's connections, in the isolation level that
+    /// publishing is promised under (PostgreSQL: READ COMMITTED; SQLite: IMMEDIATE).
+    fn begin(&self) -> impl Future<Output = Result<Self::Tx<'static>, StoreError>> + Send;
+
+    /// Commits a transaction that [`begin`](Self::begin) began.
+    ///
+    /// `Ok` does not prove that the rows exist: PostgreSQL answers the COMMIT of an aborted
+    /// transaction without an error. An error does not prove that they do not.
+    fn commit(&self, tx: Self::Tx<'static>) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Rolls back a transaction that [`begin`](Self::begin) began.
+    fn rollback(
+        &self,
+        tx: Self::Tx<'static>,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Inserts events through the caller's connection, with one statement for any number of them
+    /// (and a second one when a dedup key is taken). Answers in input order.
+    ///
+    /// Rows get ascending numbers in input order. Keys are taken in sorted order, so that two
+    /// batches with the same keys do not deadlock. Of two events of the batch with the same name
+    /// and key the first is inserted and the second is a duplicate of it
+    /// ([`earlier_in_batch`]).
+    fn insert(
+        &self,
+        connection: &mut Self::Connection,
+        events: &[NewEvent],
+    ) -> impl Future<Output = Result<Vec<Insertion>, StoreError>> + Send;
+
+    /// Makes sure that this process can work with the database: the schema's version, and the
+    /// rights, proven by a row that is inserted, claimed, settled and rolled back.
+    fn check(&self) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Claims due rows of the given names: by priority, then number, with a quarter of the limit
+    /// (rounded up) reserved for due retries and delays while there are any.
+    ///
+    /// Rows come back in no particular order.
+    fn claim(
+        &self,
+        request: &ClaimRequest<'_>,
+    ) -> impl Future<Output = Result<Vec<Claimed>, StoreError>> + Send;
+
+    /// Claims those of the given rows that are due and of the given names. What is leased,
+    /// settled, waiting for its due time or out of attempts is left alone.
+    fn claim_rows(
+        &self,
+        rows: &[i64],
+        request: &ClaimRequest<'_>,
+    ) -> impl Future<Output = Result<Vec<Claimed>, StoreError>> + Send;
+
+    /// Answers which of the leases are still in their rows, and how much of each is left. Leases
+    /// that are not are missing from the answer; the order is the store's.
+    ///
+    /// Asked for rows born leased before their handlers run: a rolled-back savepoint removed some,
+    /// an aborted transaction all.
+    fn verify(
+        &self,
+        leases: &[HeldLease],
+    ) -> impl Future<Output = Result<Vec<Verified>, StoreError>> + Send;
+
+    /// Extends leases to end `lease` from now. Answers in input order.
+    ///
+    /// A row that somebody has locked is skipped, not waited for: [`Renewal::Unknown`].
+    fn renew(
+        &self,
+        leases: &[HeldLease],
+        lease: Duration,
+    ) -> impl Future<Output = Result<Vec<Renewal>, StoreError>> + Send;
+
+    /// Records outcomes and ends the claims. Answers in input order.
+    ///
+    /// All or nothing: with an error, nothing was recorded or it is unknown, and the same call may
+    /// be repeated (what was recorded answers [`Settled::LeaseLost`] then). An error of kind
+    /// [`StoreErrorKind::Data`] is some row's fault; the framework then splits the batch.
+    fn settle(
+        &self,
+        settlements: &[Settlement],
+    ) -> impl Future<Output = Result<Vec<Settled>, StoreError>> + Send;
+
+    /// Gives claims back: the row is due at once and the attempt is not charged. Answers in input
+    /// order.
+    fn release(
+        &self,
+        leases: &[HeldLease],
+    ) -> impl Future<Output = Result<Vec<Settled>, StoreError>> + Send;
+
+    /// Looks at one chunk of the unsettled rows, in the order of their numbers.
+    ///
+    /// Claims, without charging an attempt and whatever their names, rows whose lease expired with
+    /// no attempt left, and counts rows whose name this process does not know.
+    fn sweep(
+        &self,
+        request: &SweepRequest<'_>,
+    ) -> impl Future<Output = Result<SweepChunk, StoreError>> + Send;
+
+    /// Removes up to `limit` settled events and dedup keys that are past their retention, and
+    /// answers how many it removed.
+    fn purge(&self, limit: NonZeroU32) -> impl Future<Output = Result<u64, StoreError>> + Send;
+
+    /// Reads everything known about one event. `None` if the row is gone, or never was.
+    fn find(
+        &self,
+        row: i64,
+    ) -> impl Future<Output = Result<Option<EventRecord>, StoreError>> + Send;
+
+    /// Subscribes to wake-ups from other processes. `None` if the store has none.
+    fn listen(&self) -> impl Future<Output = Result<Option<Self::Wakeups>, StoreError>> + Send;
+
+    /// Wakes the relays of other processes. A hint: it may be lost.
+    fn notify(&self) -> impl Future<Output = Result<(), StoreError>> + Send;
+}
+
+/// A subscription to wake-ups.
+pub trait Wakeups: Send + 'static {
+    /// Waits for the next wake-up. Runs whatever heartbeat the subscription needs to notice that
+    /// its connection is gone.
+    ///
+    /// After an error the subscription is dropped and a new one is made.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future loses at most one wake-up.
+    fn next(&mut self) -> impl Future<Output = Result<(), StoreError>> + Send;
+}
+
+/// The wake-ups of a store that has none.
+#[derive(Debug)]
+pub enum NoWakeups {}
+
+impl Wakeups for NoWakeups {
+    async fn next(&mut self) -> Result<(), StoreError> {
+        match *self {}
+    }
+}
+
+/// A row to insert. Everything in it has been checked: no text contains U+0000, the payload is
+/// within its limit, and no duration exceeds [`DURATION_MAX`](crate::DURATION_MAX).
+#[derive(Clone, Debug)]
+pub struct NewEvent {
+    /// The event type's stable name.
+    pub name: &'static str,
+    /// The version of the payload's shape.
+    pub version: NonZeroU32,
+    /// JSON text. What goes in comes out unchanged, to the byte.
+    pub payload: String,
+    /// A JSON object of strings, or nothing.
+    pub headers: Option<String>,
+    /// In its stored form ([`stored_key`](crate::key::stored_key)).
+    pub dedup_key: Option<String>,
+    /// In its stored form.
+    pub ordering_key: Option<String>,
+    /// Which of two due events is claimed first.
+    pub priority: Priority,
+    /// After how many attempts the event becomes a dead letter.
+    pub max_attempts: NonZeroU32,
+    /// How long the event is not due. Zero: it is due at once.
+    pub delay: Duration,
+    /// How long the event is kept once it is processed. Zero: not at all.
+    pub retention: Duration,
+    /// How long its dedup key is kept, with the final state and output, once it is processed.
+    pub key_retention: Duration,
+    /// The lease it is born with, already charged with attempt 1. Never together with a delay.
+    pub lease: Option<BornLease>,
+}
+
+/// The lease of a row that is inserted with one.
+#[derive(Clone, Debug)]
+pub struct BornLease {
+    /// The token of the publishing transaction.
+    pub token: LeaseToken,
+    /// How long it lasts, counted by the database from the statement and not from the beginning
+    /// of the transaction.
+    pub duration: Duration,
+    /// The publishing instance.
+    pub instance: Arc<str>,
+}
+
+/// For every event, the position of the first earlier one in `events` with the same name and
+/// dedup key. Only events where this is `None` are inserted.
+#[must_use]
+pub fn earlier_in_batch(events: &[NewEvent]) -> Vec<Option<usize>> {
+    let mut first: HashMap<(&str, &str), usize> = HashMap::new();
+    events
+        .iter()
+        .enumerate()
+        .map(|(position, event)| {
+            let key = event.dedup_key.as_deref()?;
+            match first.entry((event.name, key)) {
+                std::collections::hash_map::Entry::Occupied(earlier) => Some(*earlier.get()),
+                std::collections::hash_map::Entry::Vacant(free) => {
+                    free.insert(position);
+                    None
+                }
+            }
+        })
+        .collect()
+}
+
+/// What became of one event of an insert.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum Insertion {
+    /// The row was inserted.
+    Inserted(EventId),
+    /// The dedup key is taken.
+    Existing(Existing),
+}
+
+/// The event that holds a dedup key.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Existing {
+    /// Its id.
+    pub id: EventId,
+    /// What has become of it so far.
+    pub state: EventState,
+    /// What its handler returned, as JSON. Only a processed event has one.
+    pub output: Option<String>,
+}
+
+/// What has become of an event.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+#[non_exhaustive]
+pub enum EventState {
+    /// Waiting to be handled: due, or not due yet. Also an event whose lease has expired.
+    Pending,
+    /// Held under a lease that has not ended.
+    InProgress,
+    /// Its last attempt failed and it waits for its retry.
+    Failed,
+    /// A handler succeeded.
+    Processed,
+    /// Nobody will try again unless a person asks.
+    DeadLetter,
+}
+
+impl EventState {
+    /// The word that the view for people shows: `pending`, `in_progress`, `failed`, `processed`,
+    /// `dead_letter`.
+    #[must_use]
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Pending => "pending",
+            Self::InProgress => "in_progress",
+            Self::Failed => "failed",
+            Self::Processed => "processed",
+            Self::DeadLetter => "dead_letter",
+        }
+    }
+
+    /// The state that [`as_str`](Self::as_str) writes as `text`.
+    #[must_use]
+    pub fn parse(text: &str) -> Option<Self> {
+        [
+            Self::Pending,
+            Self::InProgress,
+            Self::Failed,
+            Self::Processed,
+            Self::DeadLetter,
+        ]
+        .into_iter()
+        .find(|state| state.as_str() == text)
+    }
+}
+
+impl fmt::Display for EventState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// What to claim.
+#[derive(Clone, Debug)]
+pub struct ClaimRequest<'a> {
+    /// The most rows to take.
+    pub limit: NonZeroU32,
+    /// How long the leases last.
+    pub lease: Duration,
+    /// The token of this claim.
+    pub token: LeaseToken,
+    /// Who claims: visible in the row.
+    pub instance: &'a str,
+    /// The event names this process has handlers for.
+    pub names: &'a [&'static str],
+    /// Where to begin looking.
+    pub low_water: LowWater,
+}
+
+/// Per priority level, a lower bound for the row numbers a claim looks at.
+///
+/// A hint that keeps a claim from walking over everything that was settled, leased or put off
+/// since the database was last vacuumed. It bounds only rows that are due at once, never retries
+/// and delays. Correctness does not depend on it: once a second, and whenever a claim finds
+/// nothing, the relay looks from the beginning, because a lower number may commit later and a
+/// lease may end.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct LowWater([i64; 4]);
+
+impl LowWater {
+    /// Looks at everything.
+    pub const BEGINNING: Self = Self([0; 4]);
+
+    /// The smallest number to look at among rows of `priority`.
+    #[must_use]
+    pub fn of(&self, priority: Priority) -> i64 {
+        self.0[slot(priority)]
+    }
+
+    /// Raises the bound of `priority` to `row`, unless it is higher already.
+    pub fn raise(&mut self, priority: Priority, row: i64) {
+        let bound = &mut self.0[slot(priority)];
+        *bound = std::cmp::max(*bound, row);
+    }
+}
+
+fn slot(priority: Priority) -> usize {
+    match priority {
+        Priority::Low => 0,
+        Priority::Normal => 1,
+        Priority::High => 2,
+        Priority::Critical => 3,
+    }
+}
+
+/// A row that this process holds under a lease.
+#[derive(Clone, Debug)]
+pub struct Claimed {
+    /// Its id, stable over every redelivery.
+    pub id: EventId,
+    /// The token under which it is held.
+    pub token: LeaseToken,
+    /// The event type's stable name.
+    pub name: String,
+    /// The version of the payload's shape.
+    pub version: NonZeroU32,
+    /// JSON text.
+    pub payload: String,
+    /// A JSON object of strings, or nothing.
+    pub headers: Option<String>,
+    /// Its priority, and with it the low-water mark it raises.
+    pub priority: Priority,
+    /// Whether it waited for a due time (a retry or a delay) before this claim.
+    pub waited: bool,
+    /// Which attempt this claim is.
+    pub attempt: NonZeroU32,
+    /// After how many attempts it becomes a dead letter.
+    pub max_attempts: NonZeroU32,
+    /// When it was published.
+    pub created_at: SystemTime,
+}
+
+impl Claimed {
+    /// The row and its token.
+    #[must_use]
+    pub fn lease(&self) -> HeldLease {
+        HeldLease {
+            row: self.id.row(),
+            token: self.token,
+        }
+    }
+}
+
+/// A lease that was found in its row.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Verified {
+    /// The row and token asked for.
+    pub lease: HeldLease,
+    /// The event's id.
+    pub id: EventId,
+    /// When it was published.
+    pub created_at: SystemTime,
+    /// How much of the lease is left, by the database's clock. Zero when it has expired and nobody
+    /// has claimed the row since.
+    pub remaining: Duration,
+}
+
+/// What became of one lease of a renewal.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Renewal {
+    /// It was extended.
+    Renewed,
+    /// The row is gone, or held under another token.
+    Lost,
+    /// The row is locked, so nobody can tell.
+    Unknown,
+}
+
+/// An outcome to record.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Settlement {
+    /// The row, and the token that must still be in it.
+    pub lease: HeldLease,
+    /// What to record.
+    pub outcome: Outcome,
+}
+
+/// What became of one write under a lease token.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Settled {
+    /// It was recorded.
+    Recorded,
+    /// The row no longer has that token: nothing was changed.
+    LeaseLost,
+}
+
+/// Which chunk to sweep.
+#[derive(Clone, Debug)]
+pub struct SweepRequest<'a> {
+    /// Look at rows with a higher number than this. 0 for the first chunk.
+    pub after: i64,
+    /// How many rows to look at.
+    pub scan: NonZeroU32,
+    /// The lease of what is claimed, until it is settled as dead.
+    pub lease: Duration,
+    /// The token of this claim.
+    pub token: LeaseToken,
+    /// Who sweeps.
+    pub instance: &'a str,
+    /// The event names this process has handlers for.
+    pub names: &'a [&'static str],
+}
+
+/// What one chunk of a sweep found.
+#[derive(Clone, Debug, Default)]
+pub struct SweepChunk {
+    /// Rows whose lease had expired with no attempt left, now held under the sweep's token.
+    pub exhausted: Vec<Claimed>,
+    /// How many rows of each name this process does not know.
+    pub unhandled: Vec<(String, u64)>,
+    /// Where the next chunk begins. `None` after the last.
+    pub next: Option<i64>,
+}
+
+/// Everything the outbox knows about one event, wherever it is kept.
+#[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct EventRecord {
+    /// Its id.
+    pub id: EventId,
+    /// The event type's stable name.
+    pub name: String,
+    /// The version of the payload's shape.
+    pub version: NonZeroU32,
+    /// JSON text.
+    pub payload: String,
+    /// A JSON object of strings, or nothing.
+    pub headers: Option<String>,
+    /// The publisher's key, in its stored form.
+    pub dedup_key: Option<String>,
+    /// The ordering key, in its stored form.
+    pub ordering_key: Option<String>,
+    /// Its priority.
+    pub priority: Priority,
+    /// What has become of it.
+    pub state: EventState,
+    /// How many attempts were charged.
+    pub attempts: u32,
+    /// After how many it becomes a dead letter.
+    pub max_attempts: NonZeroU32,
+    /// The token in the row, whether its lease has ended or not.
+    pub lease_token: Option<LeaseToken>,
+    /// The instance that holds it, or held it last once it is settled.
+    pub claimed_by: Option<String>,
+    /// When it is due, if it waits for a retry or a delay.
+    pub due_at: Option<SystemTime>,
+    /// When it was published.
+    pub created_at: SystemTime,
+    /// When it was settled.
+    pub settled_at: Option<SystemTime>,
+    /// What went wrong last.
+    pub last_error: Option<String>,
+    /// Why it is a dead letter.
+    pub dead_reason: Option<DeadReason>,
+    /// What its handler returned, as JSON.
+    pub output: Option<String>,
+    /// Its last failed attempts, oldest first, at most [`ATTEMPTS_KEPT`].
+    pub failures: Vec<Failure>,
+}
+
+impl EventRecord {
+    /// A record with what every event has; the rest is empty and its fields are public.
+    #[must_use]
+    pub fn new(
+        id: EventId,
+        name: String,
+        version: NonZeroU32,
+        payload: String,
+        state: EventState,
+        max_attempts: NonZeroU32,
+        created_at: SystemTime,
+    ) -> Self {
+        Self {
+            id,
+            name,
+            version,
+            payload,
+            headers: None,
+            dedup_key: None,
+            ordering_key: None,
+            priority: Priority::Normal,
+            state,
+            attempts: 0,
+            max_attempts,
+            lease_token: None,
+            claimed_by: None,
+            due_at: None,
+            created_at,
+            settled_at: None,
+            last_error: None,
+            dead_reason: None,
+            output: None,
+            failures: Vec::new(),
+        }
+    }
+}
+
+/// How many failed attempts a row keeps.
+pub const ATTEMPTS_KEPT: usize = 10;
+
+/// One failed attempt.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Failure {
+    /// Which attempt.
+    pub attempt: u32,
+    /// When it was recorded.
+    pub at: SystemTime,
+    /// The instance that held the lease.
+    pub instance: String,
+    /// What went wrong. For a lease that ended without an outcome, [`LEASE_ENDED`].
+    pub error: String,
+}
+
+/// The error text of an attempt whose lease ended without an outcome.
+///
+/// Recorded by the claim that takes the row over.
+pub const LEASE_ENDED: &str = "the lease ended without an outcome";
+
+/// Why a store could not do what it was asked.
+///
+/// Its text says what was being done; the database's own error is its
+/// [`source`](std::error::Error::source).
+pub struct StoreError {
+    kind: StoreErrorKind,
+    doing: Cow<'static, str>,
+    source: Option<Box<dyn std::error::Error + Send + Sync>>,
+}
+
+/// What a program can branch on.
+#[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
+#[non_exhaustive]
+pub enum StoreErrorKind {
+    /// The database could not be reached, closed the connection, or is starting or stopping.
+    Unreachable,
+    /// The database did not answer within the deadline, or a lock was not had in time. What was
+    /// asked may or may not have been done.
+    TimedOut,
+    /// A deadlock or a serialization failure: the transaction has to be run again.
+    Conflict,
+    /// A value was refused: what the row carries is at fault, not the database.
+    Data,
+    /// The outbox is not installed in this schema.
+    SchemaMissing,
+    /// The schema is of an earlier release: run `migrate()`.
+    SchemaOlder,
+    /// The schema is of a later release than this program.
+    SchemaNewer,
+    /// The role lacks a right, or row-level security hides rows from it.
+    Denied,
+    /// A setting of the store itself is not valid: a name, for instance.
+    Config,
+    /// Anything else.
+    Other,
+}
+
+impl StoreError {
+    /// An error met while `doing` something: ``claim events``, lower case.
+    #[must_use]
+    pub fn new(kind: StoreErrorKind, doing: impl Into<Cow<'static, str>>) -> Self {
+        Self {
+            kind,
+            doing: doing.into(),
+            source: None,
+        }
+    }
+
+    /// Adds the error it came from.
+    #[must_use]
+    pub fn with_source(
+        mut self,
+        source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
+    ) -> Self {
+        self.source = Some(source.into());
+        self
+    }
+
+    /// What a program can branch on.
+    #[must_use]
+    pub fn kind(&self) -> StoreErrorKind {
+        self.kind
+    }
+
+    /// Whether the same call may succeed later: the transaction, or the whole statement where
+    /// there is none, has to be run again.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        matches!(
+            self.kind,
+            StoreErrorKind::Unreachable | StoreErrorKind::TimedOut | StoreErrorKind::Conflict
+        )
+    }
+}
+
+impl fmt::Debug for StoreError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StoreError")
+            .field("kind", &self.kind)
+            .field("doing", &self.doing)
+            .field("source", &self.source)
+            .finish()
+    }
+}
+
+impl fmt::Display for StoreError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.kind {
+            StoreErrorKind::Config => return write!(f, "invalid store setting: {}", self.doing),
+            StoreErrorKind::Unreachable => f.write_str("database unreachable")?,
+            StoreErrorKind::TimedOut => f.write_str("no answer from the database in time")?,
+            StoreErrorKind::Conflict => f.write_str("transaction conflict")?,
+            StoreErrorKind::Data => f.write_str("a value was refused by the database")?,
+            StoreErrorKind::SchemaMissing => f.write_str("the outbox is not installed")?,
+            StoreErrorKind::SchemaOlder => {
+                f.write_str("the outbox schema is older than this program")?;
+            }
+            StoreErrorKind::SchemaNewer => {
+                f.write_str("the outbox schema is newer than this program")?;
+            }
+            StoreErrorKind::Denied => f.write_str("not permitted by the database")?,
+            StoreErrorKind::Other => f.write_str("the database refused")?,
+        }
+        write!(f, " (while trying to {})", self.doing)
+    }
+}
+
+impl std::error::Error for StoreError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.source.as_deref().map(|source| source as _)
+    }
+}
+
+/// Turns an error into a text that can be stored. Here, so that stores need not know the rules.
+impl From<&StoreError> for ErrorText {
+    fn from(error: &StoreError) -> Self {
+        Self::of_chain(error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn event(name: &'static str, key: Option<&str>) -> NewEvent {
+        NewEvent {
+            name,
+            version: NonZeroU32::MIN,
+            payload: "{}".to_owned(),
+            headers: None,
+            dedup_key: key.map(str::to_owned),
+            ordering_key: None,
+            priority: Priority::Normal,
+            max_attempts: NonZeroU32::MIN,
+            delay: Duration::ZERO,
+            retention: Duration::ZERO,
+            key_retention: Duration::ZERO,
+            lease: None,
+        }
+    }
+
+    #[test]
+    fn the_first_of_equal_keys_in_a_batch_is_the_one_inserted() {
+        let events = [
+            event("a", Some("k")),
+            event("b", Some("k")),
+            event("a", None),
+            event("a", Some("k")),
+            event("a", None),
+            event("a", Some("k")),
+        ];
+        assert_eq!(
+            earlier_in_batch(&events),
+            [None, None, None, Some(0), None, Some(0)]
+        );
+    }
+
+    #[test]
+    fn a_low_water_mark_only_rises() {
+        let mut mark = LowWater::BEGINNING;
+        mark.raise(Priority::High, 9);
+        mark.raise(Priority::High, 4);
+        assert_eq!(mark.of(Priority::High), 9);
+        assert_eq!(mark.of(Priority::Normal), 0);
+    }
+}
