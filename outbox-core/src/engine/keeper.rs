@@ -1,0 +1,102 @@
+//! Keeps the leases this process holds: extends them, and stops runs that must not go on.
+//!
+//! It runs on the outbox's own thread, so a handler that blocks a thread of the application costs
+//! nobody's lease but its own.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::engine::Shared;
+use crate::lease::HeldLease;
+use crate::outcome::ErrorText;
+use crate::store::{Renewal, Store};
+
+/// The longest pause between two looks at what is held.
+const TICK_MAX: Duration = Duration::from_millis(500);
+
+/// Runs until the outbox closes.
+pub(crate) async fn run<S: Store>(shared: Arc<Shared<S>>) {
+    let lease = shared.settings.lease;
+    let tick = std::cmp::min(shared.settings.inline.lease / 6, TICK_MAX);
+    let mut next_renewal = Instant::now();
+    loop {
+        tokio::select! {
+            () = shared.closing.cancelled() => return,
+            () = shared.held.not_empty() => {}
+        }
+        stop_overdue(&shared);
+        stop_distrusted(&shared);
+        if Instant::now() >= next_renewal {
+            let leases = shared.held.to_renew();
+            if !leases.is_empty() {
+                renew(&shared, &leases).await;
+                // A failed renewal is repeated at this pace too, not at every tick.
+                next_renewal = Instant::now() + lease / 12;
+            }
+        }
+        tokio::select! {
+            () = shared.closing.cancelled() => return,
+            () = tokio::time::sleep(tick) => {}
+        }
+    }
+}
+
+async fn renew<S: Store>(shared: &Shared<S>, leases: &[HeldLease]) {
+    // Read before the statement is sent, so that a slow answer shortens the trust window and
+    // never stretches it.
+    let sent_at = Instant::now();
+    shared.counters.renewals.one();
+    match shared.store.renew(leases, shared.settings.lease).await {
+        Ok(answers) => {
+            for (lease, answer) in leases.iter().zip(answers) {
+                match answer {
+                    Renewal::Renewed => {
+                        shared.held.extend(*lease, sent_at, shared.settings.lease);
+                    }
+                    Renewal::Lost => lose(shared, *lease, "its lease is somebody else's"),
+                    // Whoever has locked the row may be settling it for us.
+                    Renewal::Unknown => {}
+                }
+            }
+        }
+        Err(error) => {
+            shared.counters.store_errors.one();
+            tracing::warn!(
+                leases = leases.len(),
+                error = %ErrorText::from(&error),
+                "leases could not be renewed"
+            );
+        }
+    }
+}
+
+/// Ends runs that block their thread: their timeout could not drop them.
+fn stop_overdue<S: Store>(shared: &Shared<S>) {
+    for lease in shared.held.overdue() {
+        shared.finish_overdue(lease);
+    }
+}
+
+/// Stops runs whose lease may have ended while it could not be renewed.
+fn stop_distrusted<S: Store>(shared: &Shared<S>) {
+    for lease in shared.held.distrusted() {
+        lose(
+            shared,
+            lease,
+            "its lease ran out before it could be renewed",
+        );
+    }
+}
+
+fn lose<S: Store>(shared: &Shared<S>, lease: HeldLease, why: &'static str) {
+    if shared.held.forget(lease) {
+        shared.counters.lease_lost.one();
+        tracing::warn!(
+            row = lease.row,
+            why,
+            "the lease of an event was lost; its run is stopped"
+        );
+    }
+}

@@ -1,0 +1,671 @@
+//! The outbox an application holds: what it publishes through, and what its handlers hang on.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::{Semaphore, mpsc};
+use tokio_util::sync::CancellationToken;
+
+use crate::backoff::Backoff;
+use crate::counters::{Counters, Snapshot};
+use crate::dispatch;
+use crate::engine::inline::Handover;
+use crate::engine::{Engine, Parts, ShutdownError};
+use crate::event::{EventId, OutboxEvent};
+use crate::handler::{Delivery, Handler};
+use crate::outcome::ErrorText;
+use crate::publish::{self, PublishError, PublishOptions, Published};
+use crate::registry::{BuildError, Registration, Registry};
+use crate::relay::RelayBuilder;
+use crate::settings::{Draft, Settings, Threads};
+use crate::settled::{Hooks, SettledEvent};
+use crate::store::{EventRecord, NewEvent, Store, StoreError};
+use crate::transaction::OutboxTx;
+
+/// Publishes events and dispatches them.
+///
+/// Cheap to clone: all clones are one outbox. It can be built anywhere; what runs in the background
+/// starts with the first [`begin`](Self::begin), [`dispatch`](Self::dispatch) or relay, on the
+/// runtime of that call, where its handlers then run.
+///
+/// When the last clone is dropped, its background loops end after the database call they are in.
+/// What is held then is taken over by another instance once its lease expires; call
+/// [`shutdown`](Self::shutdown) first to leave nothing waiting.
+pub struct Outbox<S: Store> {
+    inner: Arc<Inner<S>>,
+}
+
+struct Inner<S: Store> {
+    parts: Parts<S>,
+    /// Free places between a publish and its inline dispatch.
+    places: Arc<Semaphore>,
+    engine: OnceLock<Engine<S>>,
+    /// Held while the engine is started, so that it is started once.
+    starting: Mutex<()>,
+    relay: Mutex<Option<CancellationToken>>,
+}
+
+impl<S: Store> Outbox<S> {
+    /// Starts an outbox on `store`.
+    pub fn builder(store: S) -> OutboxBuilder<S> {
+        OutboxBuilder {
+            store,
+            draft: Draft::default(),
+            registrations: Vec::new(),
+            hooks: Hooks::default(),
+        }
+    }
+
+    /// Begins a transaction of the outbox, on the application's connections.
+    ///
+    /// What is published through it is dispatched in this process right after its
+    /// [`commit`](OutboxTx::commit). It states the isolation level under which a duplicate does
+    /// not abort a transaction: READ COMMITTED on PostgreSQL, IMMEDIATE on SQLite.
+    ///
+    /// # Errors
+    ///
+    /// Returns the store's error if no connection was to be had.
+    ///
+    /// # Panics
+    ///
+    /// Panics outside of a Tokio runtime.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future begins nothing that is kept.
+    pub async fn begin(&self) -> Result<OutboxTx<S>, StoreError> {
+        self.engine()?;
+        let tx = self.inner.parts.store.begin().await?;
+        Ok(OutboxTx::new(self.clone(), tx))
+    }
+
+    /// Publishes an event through the caller's transaction.
+    ///
+    /// One statement, and a second one where a dedup key is taken. It begins, commits and rolls
+    /// back nothing: the event lives or dies with `tx`. A relay takes it once it is committed; to
+    /// have it dispatched at once, hand the answer to [`dispatch`](Self::dispatch) after the
+    /// commit, or publish through [`begin`](Self::begin).
+    ///
+    /// # A second publish of a key waits for the first one's commit
+    ///
+    /// While another transaction has published the same dedup key and is still open, this call
+    /// waits for it: only its end tells whether the key is taken. Two transactions that publish
+    /// two keys in opposite order can deadlock; the database then aborts one of them and
+    /// [`PublishError::is_transient`] is true.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`PublishError`]. All but its `Store` variant leave the transaction usable.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future leaves it open whether the row was inserted. Roll back.
+    pub async fn publish<E: OutboxEvent>(
+        &self,
+        tx: &mut S::Tx<'_>,
+        event: &E,
+    ) -> Result<Published<E>, PublishError> {
+        self.publish_with(tx, event, &PublishOptions::default())
+            .await
+    }
+
+    /// Publishes an event with options, as [`publish`](Self::publish) does.
+    ///
+    /// # Errors
+    ///
+    /// As [`publish`](Self::publish).
+    ///
+    /// # Cancel safety
+    ///
+    /// As [`publish`](Self::publish).
+    pub async fn publish_with<E: OutboxEvent>(
+        &self,
+        tx: &mut S::Tx<'_>,
+        event: &E,
+        options: &PublishOptions,
+    ) -> Result<Published<E>, PublishError> {
+        let row = publish::prepare(event, options, &self.inner.parts.settings)?;
+        let mut answers = self.insert(tx, &[row]).await?;
+        self.expect_work();
+        answers
+            .pop()
+            .ok_or_else(|| PublishError::Store(no_answer()))
+    }
+
+    /// Publishes any number of events of one type with one statement, and answers in their order.
+    ///
+    /// Nothing is inserted if one of them is refused. Of two with the same dedup key the second is
+    /// a duplicate of the first.
+    ///
+    /// # Errors
+    ///
+    /// As [`publish`](Self::publish).
+    ///
+    /// # Cancel safety
+    ///
+    /// As [`publish`](Self::publish).
+    pub async fn publish_all<'e, E: OutboxEvent>(
+        &self,
+        tx: &mut S::Tx<'_>,
+        events: impl IntoIterator<Item = &'e E>,
+    ) -> Result<Vec<Published<E>>, PublishError> {
+        let rows = self.prepare_all(events, &PublishOptions::default())?;
+        let answers = self.insert(tx, &rows).await?;
+        self.expect_work();
+        Ok(answers)
+    }
+
+    /// Dispatches committed events now, in this process, instead of at the relay's next turn.
+    ///
+    /// For events published through the caller's own transaction, after its commit. Returns at
+    /// once; [`Dispatching::settled`] waits. An event that is not due, is held by somebody, is
+    /// settled, or has no handler here is left alone, and so is one whose transaction did not
+    /// commit.
+    ///
+    /// ```
+    /// # use outbox_core::{Outbox, OutboxEvent, Store};
+    /// # async fn f<S: Store, E: OutboxEvent>(outbox: Outbox<S>, mut tx: S::Tx<'static>, event: E) -> Result<(), Box<dyn std::error::Error>> {
+    /// let published = outbox.publish(&mut tx, &event).await?;
+    /// outbox.store().commit(tx).await?;
+    /// outbox.dispatch(published)?.settled().await;
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// Returns an error if the background could not be started.
+    ///
+    /// # Panics
+    ///
+    /// Panics outside of a Tokio runtime.
+    pub fn dispatch(
+        &self,
+        events: impl IntoIterator<Item = EventId>,
+    ) -> Result<Dispatching, StoreError> {
+        let rows: Vec<i64> = events.into_iter().map(EventId::row).collect();
+        let (waiter, dispatching) = Dispatching::new();
+        if !rows.is_empty() {
+            let engine = self.engine()?;
+            // Fails only once the outbox has closed; then its rows are the relay's.
+            let _ = engine.inline.send(Handover::Asked {
+                rows,
+                waiter: Some(waiter),
+            });
+        }
+        Ok(dispatching)
+    }
+
+    /// Runs the handler of `event` here and now, without a row.
+    ///
+    /// For what must not be consistent with anything: a cache to warm, a nudge. It is not retried,
+    /// not deduplicated and not kept; if the process dies it is gone. The handler gets the event
+    /// as it would be read back from a row, its own timeout, attempt 1 of 1, and an event id that
+    /// is new with every call.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`DirectError`] if there is no handler, the event cannot be written as JSON, or the
+    /// handler failed, panicked or overran its timeout.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future drops the handler's.
+    pub async fn dispatch_directly<E: OutboxEvent>(
+        &self,
+        event: &E,
+    ) -> Result<E::Output, DirectError> {
+        let Parts {
+            registry, settings, ..
+        } = &self.inner.parts;
+        let Some(entry) = registry.get(E::NAME) else {
+            return Err(DirectError::NoHandler { event: E::NAME });
+        };
+        let payload =
+            publish::payload(event, settings.payload_max).map_err(DirectError::Invalid)?;
+        let interrupt = CancellationToken::new();
+        let delivery = Delivery {
+            event_id: EventId::new(uuid::Uuid::new_v4(), 0),
+            event_name: entry.name,
+            attempt: std::num::NonZeroU32::MIN,
+            max_attempts: std::num::NonZeroU32::MIN,
+            first_published_at: None,
+            headers: std::collections::BTreeMap::new(),
+            cancelled: interrupt.child_token(),
+        };
+        // So that work the handler has spawned hears of it when the caller drops this future.
+        let _stop = interrupt.clone().drop_guard();
+        let failed = |error| DirectError::Failed {
+            event: E::NAME,
+            error,
+        };
+        match dispatch::run(entry, &payload, &delivery, &interrupt).await {
+            Some(Ok(output)) => serde_json::from_str(&output)
+                .map_err(|error| failed(dispatch::Failure::Output(error).text())),
+            Some(Err(failure)) => Err(failed(failure.text())),
+            None => Err(failed(ErrorText::new(&"interrupted"))),
+        }
+    }
+
+    /// A relay of this outbox, to be configured and started.
+    pub fn relay(&self) -> RelayBuilder<S> {
+        RelayBuilder::new(self.clone())
+    }
+
+    /// Tells the relays of all processes that something may be due.
+    ///
+    /// A hint that saves up to one poll interval after the commit of the caller's own transaction;
+    /// [`OutboxTx::commit`] does it by itself. Outside of a transaction and off the publisher's
+    /// path: at most one notification per 2 ms leaves the process.
+    pub fn wake(&self) {
+        if let Some(engine) = self.inner.engine.get() {
+            engine.shared.wake.everyone();
+        }
+    }
+
+    /// Reads everything known about an event: its state, attempts, errors, output.
+    ///
+    /// `None` if it is gone (past its retention, rolled back) or belongs to another database.
+    ///
+    /// # Errors
+    ///
+    /// Returns the store's error.
+    pub async fn find(&self, id: EventId) -> Result<Option<EventRecord>, StoreError> {
+        let engine = self.engine()?;
+        let found = engine
+            .ask(move |store| async move { store.find(id.row()).await })
+            .await?;
+        Ok(found.filter(|record| record.id == id))
+    }
+
+    /// What this outbox has done in this process since it was built.
+    #[must_use]
+    pub fn counters(&self) -> Snapshot {
+        self.inner.parts.counters.snapshot()
+    }
+
+    /// The store it was built on.
+    #[must_use]
+    pub fn store(&self) -> &S {
+        &self.inner.parts.store
+    }
+
+    /// Ends inline dispatch, and the relay if there is one, without losing or charging anything.
+    ///
+    /// From now on nothing is claimed and events are published unleased, for other instances.
+    /// Handlers that run may finish within `grace`, their leases renewed; the last fifth of it (at
+    /// most 2 s) is kept for storing their outcomes. Whatever has not finished by then is told to
+    /// stop and given back uncharged. Running it twice is harmless.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`ShutdownError`] with the events whose outcome could not be stored within `grace`.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future leaves the outbox stopped and its runs to their leases.
+    pub async fn shutdown(&self, grace: Duration) -> Result<(), ShutdownError> {
+        match self.inner.engine.get() {
+            Some(engine) => engine.drain(grace).await,
+            None => Ok(()),
+        }
+    }
+
+    pub(crate) fn prepare_all<'e, E: OutboxEvent>(
+        &self,
+        events: impl IntoIterator<Item = &'e E>,
+        options: &PublishOptions,
+    ) -> Result<Vec<NewEvent>, PublishError> {
+        let settings = &self.inner.parts.settings;
+        events
+            .into_iter()
+            .map(|event| publish::prepare(event, options, settings))
+            .collect()
+    }
+
+    async fn insert<E: OutboxEvent>(
+        &self,
+        connection: &mut S::Connection,
+        rows: &[NewEvent],
+    ) -> Result<Vec<Published<E>>, PublishError> {
+        if rows.is_empty() {
+            return Ok(Vec::new());
+        }
+        let answers = self.inner.parts.store.insert(connection, rows).await?;
+        Ok(answers.into_iter().map(Published::from_insertion).collect())
+    }
+
+    /// The caller commits soon, we do not see when: the relay polls at its shortest interval for a
+    /// while. A claim at once would come too early, and once per publish.
+    fn expect_work(&self) {
+        if let Some(engine) = self.inner.engine.get() {
+            engine.shared.wake.expect();
+        }
+    }
+
+    pub(crate) fn settings(&self) -> &Settings {
+        &self.inner.parts.settings
+    }
+
+    pub(crate) fn registry(&self) -> &Registry {
+        &self.inner.parts.registry
+    }
+
+    pub(crate) fn places(&self) -> &Arc<Semaphore> {
+        &self.inner.places
+    }
+
+    /// The background, started if it was not.
+    pub(crate) fn engine(&self) -> Result<&Engine<S>, StoreError> {
+        if let Some(engine) = self.inner.engine.get() {
+            return Ok(engine);
+        }
+        let _starting = self
+            .inner
+            .starting
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if let Some(engine) = self.inner.engine.get() {
+            return Ok(engine);
+        }
+        let engine = Engine::start(&self.inner.parts)?;
+        Ok(self.inner.engine.get_or_init(|| engine))
+    }
+
+    /// Takes the place of this outbox's one relay. `None` while another one has it.
+    pub(crate) fn take_relay_place(&self) -> Option<CancellationToken> {
+        let mut place = self
+            .inner
+            .relay
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if place
+            .as_ref()
+            .is_some_and(|running| !running.is_cancelled())
+        {
+            return None;
+        }
+        let stop = CancellationToken::new();
+        *place = Some(stop.clone());
+        Some(stop)
+    }
+}
+
+impl<S: Store> Clone for Outbox<S> {
+    fn clone(&self) -> Self {
+        Self {
+            inner: Arc::clone(&self.inner),
+        }
+    }
+}
+
+impl<S: Store> fmt::Debug for Outbox<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Outbox")
+            .field("instance", &self.inner.parts.settings.instance)
+            .field("events", &self.inner.parts.registry.names())
+            .finish_non_exhaustive()
+    }
+}
+
+pub(crate) fn no_answer() -> StoreError {
+    StoreError::new(
+        crate::store::StoreErrorKind::Other,
+        "publish: the store gave no answer",
+    )
+}
+
+/// Events on their way to their handlers.
+///
+/// Dropping it changes nothing: the dispatch does not belong to it.
+#[derive(Debug)]
+pub struct Dispatching {
+    pending: mpsc::Receiver<()>,
+}
+
+impl Dispatching {
+    pub(crate) fn new() -> (mpsc::Sender<()>, Self) {
+        let (sender, pending) = mpsc::channel(1);
+        (sender, Self { pending })
+    }
+
+    /// Waits until every event dispatched inline has an outcome that is stored, or has been left to
+    /// a relay.
+    ///
+    /// Which of the two is told by [`Outbox::find`]. Events that were not dispatched inline are not
+    /// waited for.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future loses nothing but the wait.
+    pub async fn settled(mut self) {
+        // Nothing is ever sent; the channel closes when the last event lets go of its sender.
+        while self.pending.recv().await.is_some() {}
+    }
+}
+
+/// Why a direct dispatch failed.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum DirectError {
+    /// No handler is registered for the event.
+    NoHandler {
+        /// The event name.
+        event: &'static str,
+    },
+    /// The event cannot be written as JSON within the payload limit.
+    Invalid(PublishError),
+    /// The handler failed, panicked or overran its timeout.
+    Failed {
+        /// The event name.
+        event: &'static str,
+        /// What went wrong.
+        error: ErrorText,
+    },
+}
+
+impl fmt::Display for DirectError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoHandler { event } => write!(f, "event `{event}` has no handler"),
+            Self::Invalid(error) => fmt::Display::fmt(error, f),
+            Self::Failed { event, error } => {
+                write!(f, "the direct dispatch of `{event}` failed: {error}")
+            }
+        }
+    }
+}
+
+impl std::error::Error for DirectError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Invalid(error) => error.source(),
+            _ => None,
+        }
+    }
+}
+
+/// Collects handlers and settings.
+#[must_use]
+pub struct OutboxBuilder<S: Store> {
+    store: S,
+    draft: Draft,
+    registrations: Vec<Registration>,
+    hooks: Hooks,
+}
+
+impl<S: Store> OutboxBuilder<S> {
+    /// Registers the handler of one event type: a [`Handler`], or a closure
+    /// `|event: E| async move { .. }`.
+    pub fn on<E: OutboxEvent, H: Handler<E>>(mut self, handler: H) -> Self {
+        self.registrations.push(Registration::new::<E>(handler));
+        self
+    }
+
+    /// Names this process in the rows it holds (`claimed_by`) and in recorded failures.
+    ///
+    /// Defaults to `<host>:<process id>`. At most
+    /// [`INSTANCE_MAX`](crate::settings::INSTANCE_MAX) bytes.
+    pub fn instance(mut self, name: impl Into<String>) -> Self {
+        self.draft.instance = name.into();
+        self
+    }
+
+    /// Sets how long a claim is valid unless it is renewed: how long an event waits when the
+    /// process that holds it dies.
+    ///
+    /// Defaults to 60 seconds. From 1 second to 24 hours, and no shorter than any handler's
+    /// timeout.
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.draft.lease = lease;
+        self
+    }
+
+    /// Sets how long one run of a handler may take, for event types that do not say.
+    ///
+    /// Defaults to 30 seconds. At most the lease.
+    pub fn handler_timeout(mut self, timeout: Duration) -> Self {
+        self.draft.timeout = timeout;
+        self
+    }
+
+    /// Sets the wait between attempts, for event types that do not say.
+    ///
+    /// Defaults to [`Backoff::DEFAULT`]: 30 s, 1 min, 2 min … 30 min, shortened at random by up to
+    /// a fifth.
+    pub fn backoff(mut self, backoff: Backoff) -> Self {
+        self.draft.backoff = backoff;
+        self
+    }
+
+    /// Sets after how many attempts an event becomes a dead letter, for event types that do not
+    /// say. Stored with each row at its publish.
+    ///
+    /// Defaults to 10, which at the default backoff spans about two hours. From 1. An event with a
+    /// single attempt is never dispatched inline: were the process to die between its commit and
+    /// its handler, the attempt would be spent on nothing.
+    pub fn max_attempts(mut self, attempts: u32) -> Self {
+        self.draft.max_attempts = attempts;
+        self
+    }
+
+    /// Sets how long processed events are kept, for event types that do not say. Stored with each
+    /// row at its publish.
+    ///
+    /// Defaults to 7 days. Zero keeps nothing but the dedup key.
+    pub fn retention(mut self, retention: Duration) -> Self {
+        self.draft.retention = retention;
+        self
+    }
+
+    /// Sets how long a dedup key is kept, with the final state and the output, once its event is
+    /// processed: after that the same key is a new event.
+    ///
+    /// Defaults to 1 day, and is never shorter than the event's own retention. While an event is
+    /// unsettled or dead its key is kept whatever this says.
+    pub fn dedup_retention(mut self, retention: Duration) -> Self {
+        self.draft.dedup_retention = retention;
+        self
+    }
+
+    /// Sets the largest payload, in bytes of JSON.
+    ///
+    /// Defaults to 1 MiB. A larger one is refused before any SQL is sent.
+    pub fn max_payload_bytes(mut self, bytes: usize) -> Self {
+        self.draft.payload_max = bytes;
+        self
+    }
+
+    /// Leaves everything that is published to the relays.
+    ///
+    /// Defaults to inline dispatch of what is published through [`Outbox::begin`].
+    pub fn without_inline_dispatch(mut self) -> Self {
+        self.draft.inline.on = false;
+        self
+    }
+
+    /// Sets how many handlers run at once in inline dispatch, beside those of a relay.
+    ///
+    /// Defaults to 16. From 1 to 10,000.
+    pub fn inline_concurrency(mut self, handlers: u32) -> Self {
+        self.draft.inline.concurrency = handlers;
+        self
+    }
+
+    /// Sets how many events may be between their publish and their inline dispatch. While they
+    /// are, what is published goes to the relays.
+    ///
+    /// Defaults to 1,024. From 1 to 10,000.
+    pub fn inline_queue(mut self, events: u32) -> Self {
+        self.draft.inline.queue = events;
+        self
+    }
+
+    /// Sets the lease that a row to be dispatched inline is born with: how long its event waits if
+    /// this process dies right after the commit. It is renewed to the full lease if its handler
+    /// takes long, and an event that has waited for half of it goes to the relays.
+    ///
+    /// Defaults to 15 seconds, or the lease if that is shorter. From 1 second to the lease.
+    pub fn inline_lease(mut self, lease: Duration) -> Self {
+        self.draft.inline.lease = Some(lease);
+        self
+    }
+
+    /// Runs the background on the runtime that starts it instead of on a thread of its own.
+    ///
+    /// # A handler that blocks then stops the renewal
+    ///
+    /// A handler that blocks the runtime's threads for longer than a lease loses the leases of
+    /// everything this process holds. Meant for tests with paused time, and for targets without
+    /// threads.
+    pub fn on_current_runtime(mut self) -> Self {
+        self.draft.threads = Threads::Caller;
+        self
+    }
+
+    /// Adds a function that is called after each outcome that was stored.
+    ///
+    /// It is called on the background's thread and must not block. One that panics is logged and
+    /// changes nothing. It is not called for outcomes that could not be stored.
+    pub fn on_settled(mut self, hook: impl Fn(&SettledEvent) + Send + Sync + 'static) -> Self {
+        self.hooks.add_settled(hook);
+        self
+    }
+
+    /// Checks everything that was collected.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`BuildError`] if two handlers were registered for one event name, if a handler may
+    /// run longer than the lease, or if a setting is out of its bounds.
+    pub fn build(self) -> Result<Outbox<S>, BuildError> {
+        let settings = self.draft.check()?;
+        let registry = Registry::build(self.registrations, &settings)?;
+        let queue = usize::try_from(settings.inline.queue.get()).unwrap_or(usize::MAX);
+        let parts = Parts {
+            store: self.store,
+            registry: Arc::new(registry),
+            settings: Arc::new(settings),
+            counters: Arc::new(Counters::default()),
+            hooks: Arc::new(self.hooks),
+        };
+        let inner = Inner {
+            parts,
+            places: Arc::new(Semaphore::new(queue)),
+            engine: OnceLock::new(),
+            starting: Mutex::new(()),
+            relay: Mutex::new(None),
+        };
+        Ok(Outbox {
+            inner: Arc::new(inner),
+        })
+    }
+}
+
+impl<S: Store> fmt::Debug for OutboxBuilder<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OutboxBuilder")
+            .field("settings", &self.draft)
+            .finish_non_exhaustive()
+    }
+}

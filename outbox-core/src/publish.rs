@@ -1,0 +1,468 @@
+//! From a typed event to the row a store inserts, and from its answer back to types.
+//!
+//! Everything that can be wrong with an event is found here, before any SQL is sent: a statement
+//! that fails aborts the caller's transaction on PostgreSQL, and with it the business change.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::marker::PhantomData;
+use std::time::Duration;
+
+use crate::DURATION_MAX;
+use crate::event::{EventId, OutboxEvent, Priority};
+use crate::key::stored_key;
+use crate::registry::max_attempts;
+use crate::settings::Settings;
+use crate::store::{EventState, Existing, Insertion, NewEvent, StoreError};
+
+/// The most bytes the headers of one event may take, as JSON: 16 KiB.
+pub const HEADERS_MAX: usize = 16 * 1024;
+
+/// What one publish does differently from its event type.
+///
+/// ```
+/// use std::time::Duration;
+/// use outbox_core::{Priority, PublishOptions};
+///
+/// let options = PublishOptions::new()
+///     .delay(Duration::from_secs(60))
+///     .priority(Priority::High)
+///     .header("traceparent", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01");
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct PublishOptions {
+    delay: Duration,
+    priority: Option<Priority>,
+    dedup_key: Option<String>,
+    headers: BTreeMap<String, String>,
+}
+
+impl PublishOptions {
+    /// Starts with what the event type says.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Makes the event due this long after it is inserted, by the database's clock.
+    ///
+    /// Defaults to zero: due at once. At most [`DURATION_MAX`].
+    #[must_use]
+    pub fn delay(mut self, delay: Duration) -> Self {
+        self.delay = delay;
+        self
+    }
+
+    /// Overrides the priority of the event type.
+    #[must_use]
+    pub fn priority(mut self, priority: Priority) -> Self {
+        self.priority = Some(priority);
+        self
+    }
+
+    /// Overrides the dedup key of the event type.
+    #[must_use]
+    pub fn dedup_key(mut self, key: impl Into<String>) -> Self {
+        self.dedup_key = Some(key.into());
+        self
+    }
+
+    /// Adds a header. A second one of the same name replaces the first.
+    ///
+    /// Headers reach the handler through [`Delivery::headers`](crate::Delivery::headers). All of
+    /// them together take at most [`HEADERS_MAX`] bytes.
+    #[must_use]
+    pub fn header(mut self, name: impl Into<String>, value: impl Into<String>) -> Self {
+        self.headers.insert(name.into(), value.into());
+        self
+    }
+}
+
+/// What became of a publish.
+///
+/// It is true only once the transaction has committed.
+#[must_use = "a duplicate is not an error: the answer says which of the two it was"]
+pub enum Published<E: OutboxEvent> {
+    /// A row was inserted.
+    Inserted(EventId),
+    /// An event of this name with the same dedup key is known already; nothing was inserted.
+    Duplicate(Duplicate<E>),
+}
+
+impl<E: OutboxEvent> Clone for Published<E> {
+    fn clone(&self) -> Self {
+        match self {
+            Self::Inserted(id) => Self::Inserted(*id),
+            Self::Duplicate(duplicate) => Self::Duplicate(duplicate.clone()),
+        }
+    }
+}
+
+impl<E: OutboxEvent> fmt::Debug for Published<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Inserted(id) => f.debug_tuple("Inserted").field(id).finish(),
+            Self::Duplicate(duplicate) => f.debug_tuple("Duplicate").field(duplicate).finish(),
+        }
+    }
+}
+
+impl<E: OutboxEvent> Published<E> {
+    /// The id of the inserted event, or of the one that was there already.
+    #[must_use]
+    pub fn event_id(&self) -> EventId {
+        match self {
+            Self::Inserted(id) => *id,
+            Self::Duplicate(duplicate) => duplicate.event_id,
+        }
+    }
+
+    /// The event that was there already, if there was one.
+    #[must_use]
+    pub fn duplicate(&self) -> Option<&Duplicate<E>> {
+        match self {
+            Self::Inserted(_) => None,
+            Self::Duplicate(duplicate) => Some(duplicate),
+        }
+    }
+
+    pub(crate) fn from_insertion(insertion: Insertion) -> Self {
+        match insertion {
+            Insertion::Inserted(id) => Self::Inserted(id),
+            Insertion::Existing(existing) => Self::Duplicate(Duplicate::new(existing)),
+        }
+    }
+}
+
+/// Yields the id of an inserted event, and nothing for a duplicate: what
+/// [`Outbox::dispatch`](crate::Outbox::dispatch) is to dispatch.
+impl<E: OutboxEvent> IntoIterator for Published<E> {
+    type Item = EventId;
+    type IntoIter = std::option::IntoIter<EventId>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        match self {
+            Self::Inserted(id) => Some(id).into_iter(),
+            Self::Duplicate(_) => None.into_iter(),
+        }
+    }
+}
+
+/// The event that holds a dedup key, as the publisher that came second is told of it.
+pub struct Duplicate<E> {
+    event_id: EventId,
+    state: EventState,
+    output: Option<String>,
+    event: PhantomData<fn(E)>,
+}
+
+impl<E: OutboxEvent> Duplicate<E> {
+    fn new(existing: Existing) -> Self {
+        Self {
+            event_id: existing.id,
+            state: existing.state,
+            output: existing.output,
+            event: PhantomData,
+        }
+    }
+
+    /// Its id.
+    #[must_use]
+    pub fn event_id(&self) -> EventId {
+        self.event_id
+    }
+
+    /// What has become of it so far.
+    #[must_use]
+    pub fn state(&self) -> EventState {
+        self.state
+    }
+
+    /// What its handler returned.
+    ///
+    /// `None` until it is processed, and where the output was too large to be kept.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`OutputError`] if what is stored is not an `E::Output`, because the type changed
+    /// since.
+    pub fn output(&self) -> Result<Option<E::Output>, OutputError> {
+        if self.state != EventState::Processed {
+            return Ok(None);
+        }
+        match &self.output {
+            Some(json) => serde_json::from_str(json).map(Some).map_err(OutputError),
+            // `null` is not stored; a type that reads it has an output all the same.
+            None => Ok(serde_json::from_str("null").ok()),
+        }
+    }
+}
+
+impl<E> Clone for Duplicate<E> {
+    fn clone(&self) -> Self {
+        Self {
+            event_id: self.event_id,
+            state: self.state,
+            output: self.output.clone(),
+            event: PhantomData,
+        }
+    }
+}
+
+impl<E> fmt::Debug for Duplicate<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // Without the output: what an application stores does not belong in its logs.
+        f.debug_struct("Duplicate")
+            .field("event_id", &self.event_id)
+            .field("state", &self.state)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A stored output that does not read as the event's output type.
+#[derive(Debug)]
+pub struct OutputError(serde_json::Error);
+
+impl fmt::Display for OutputError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the stored output does not read as the event's output type")
+    }
+}
+
+impl std::error::Error for OutputError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        Some(&self.0)
+    }
+}
+
+/// Why an event could not be published.
+///
+/// All but [`Store`](Self::Store) are found before any SQL is sent: the caller's transaction can
+/// still be used.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum PublishError {
+    /// The event could not be written as JSON.
+    Unserializable {
+        /// The event name.
+        event: &'static str,
+        /// What serde said.
+        source: serde_json::Error,
+    },
+    /// The payload is over the outbox's limit.
+    PayloadTooLarge {
+        /// The event name.
+        event: &'static str,
+        /// Its size as JSON, in bytes.
+        bytes: usize,
+        /// The limit, in bytes.
+        max: usize,
+    },
+    /// The payload contains U+0000, which the database's JSON functions cannot read.
+    NulInPayload {
+        /// The event name.
+        event: &'static str,
+    },
+    /// A header's name is empty, a header contains U+0000, or all of them together are over
+    /// [`HEADERS_MAX`].
+    InvalidHeaders {
+        /// The event name.
+        event: &'static str,
+    },
+    /// A dedup or ordering key is empty: every event without a value would share it.
+    EmptyKey {
+        /// The event name.
+        event: &'static str,
+    },
+    /// The delay is over [`DURATION_MAX`].
+    DelayTooLong {
+        /// The event name.
+        event: &'static str,
+        /// The delay asked for.
+        delay: Duration,
+    },
+    /// The event type asks for more attempts, or a longer retention, than can be stored.
+    InvalidEvent {
+        /// The event name.
+        event: &'static str,
+    },
+    /// The database refused, or could not be reached. On PostgreSQL the caller's transaction is
+    /// aborted.
+    Store(StoreError),
+}
+
+impl PublishError {
+    /// Whether running the whole transaction again may succeed: the database was unreachable, or
+    /// a deadlock or a serialization failure aborted it.
+    #[must_use]
+    pub fn is_transient(&self) -> bool {
+        matches!(self, Self::Store(error) if error.is_transient())
+    }
+}
+
+impl fmt::Display for PublishError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unserializable { event, .. } => {
+                write!(f, "event `{event}` cannot be written as JSON")
+            }
+            Self::PayloadTooLarge { event, bytes, max } => {
+                write!(
+                    f,
+                    "the payload of event `{event}` has {bytes} bytes; the limit is {max}"
+                )
+            }
+            Self::NulInPayload { event } => {
+                write!(f, "the payload of event `{event}` contains U+0000")
+            }
+            Self::InvalidHeaders { event } => write!(
+                f,
+                "the headers of event `{event}` have an empty name, contain U+0000, or are over {HEADERS_MAX} bytes"
+            ),
+            Self::EmptyKey { event } => write!(f, "event `{event}` has an empty key"),
+            Self::DelayTooLong { event, delay } => {
+                write!(
+                    f,
+                    "event `{event}` cannot be delayed by {delay:?}; the limit is {DURATION_MAX:?}"
+                )
+            }
+            Self::InvalidEvent { event } => write!(
+                f,
+                "event `{event}` asks for more attempts or a longer retention than can be stored"
+            ),
+            Self::Store(error) => fmt::Display::fmt(error, f),
+        }
+    }
+}
+
+impl std::error::Error for PublishError {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        match self {
+            Self::Unserializable { source, .. } => Some(source),
+            Self::Store(error) => error.source(),
+            _ => None,
+        }
+    }
+}
+
+impl From<StoreError> for PublishError {
+    fn from(error: StoreError) -> Self {
+        Self::Store(error)
+    }
+}
+
+/// Checks an event and turns it into an unleased row.
+pub(crate) fn prepare<E: OutboxEvent>(
+    event: &E,
+    options: &PublishOptions,
+    settings: &Settings,
+) -> Result<NewEvent, PublishError> {
+    const { crate::event::assert_event_name::<E>() };
+    let name = E::NAME;
+    if options.delay > DURATION_MAX {
+        return Err(PublishError::DelayTooLong {
+            event: name,
+            delay: options.delay,
+        });
+    }
+    let max_attempts = max_attempts::<E>(settings.max_attempts);
+    let retention = E::RETENTION.unwrap_or(settings.retention);
+    if i32::try_from(max_attempts.get()).is_err()
+        || i32::try_from(E::VERSION.get()).is_err()
+        || retention > DURATION_MAX
+    {
+        return Err(PublishError::InvalidEvent { event: name });
+    }
+    Ok(NewEvent {
+        name,
+        version: E::VERSION,
+        payload: payload(event, settings.payload_max)?,
+        headers: headers(name, &options.headers)?,
+        dedup_key: key(
+            name,
+            options.dedup_key.clone().or_else(|| event.dedup_key()),
+        )?,
+        ordering_key: key(name, event.ordering_key())?,
+        priority: options.priority.unwrap_or(E::PRIORITY),
+        max_attempts,
+        delay: options.delay,
+        retention,
+        key_retention: std::cmp::max(retention, settings.dedup_retention),
+        lease: None,
+    })
+}
+
+/// The event as JSON, if it can be stored.
+pub(crate) fn payload<E: OutboxEvent>(event: &E, max: usize) -> Result<String, PublishError> {
+    let json = serde_json::to_string(event).map_err(|source| PublishError::Unserializable {
+        event: E::NAME,
+        source,
+    })?;
+    if json.len() > max {
+        return Err(PublishError::PayloadTooLarge {
+            event: E::NAME,
+            bytes: json.len(),
+            max,
+        });
+    }
+    if contains_nul(&json) {
+        return Err(PublishError::NulInPayload { event: E::NAME });
+    }
+    Ok(json)
+}
+
+/// Whether JSON text says U+0000: the escape `\u0000`, its backslash itself not escaped.
+fn contains_nul(json: &str) -> bool {
+    json.match_indices("\\u0000").any(|(at, _)| {
+        let backslashes = json.as_bytes()[..at]
+            .iter()
+            .rev()
+            .take_while(|byte| **byte == b'\\');
+        backslashes.count() % 2 == 0
+    })
+}
+
+fn headers(
+    event: &'static str,
+    headers: &BTreeMap<String, String>,
+) -> Result<Option<String>, PublishError> {
+    if headers.is_empty() {
+        return Ok(None);
+    }
+    let invalid = headers
+        .iter()
+        .any(|(name, value)| name.is_empty() || name.contains('\0') || value.contains('\0'));
+    let json = serde_json::to_string(headers)
+        .map_err(|source| PublishError::Unserializable { event, source })?;
+    if invalid || json.len() > HEADERS_MAX {
+        return Err(PublishError::InvalidHeaders { event });
+    }
+    Ok(Some(json))
+}
+
+fn key(event: &'static str, key: Option<String>) -> Result<Option<String>, PublishError> {
+    match key {
+        Some(key) if key.is_empty() => Err(PublishError::EmptyKey { event }),
+        key => Ok(key.map(stored_key)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[track_caller]
+    fn check_nul(value: &str, expected: bool) {
+        let json = serde_json::to_string(value).unwrap();
+        assert_eq!(contains_nul(&json), expected, "{json}");
+    }
+
+    #[test]
+    fn nul_is_told_from_a_backslash_before_u0000() {
+        check_nul("a\0b", true);
+        check_nul("a\\\0b", true);
+        check_nul("a\\u0000b", false);
+        check_nul("a\\\\u0000b", false);
+        check_nul("plain", false);
+    }
+}

@@ -1,0 +1,217 @@
+//! The claim loop: as many due events as can start now, whenever there may be some.
+
+use std::num::NonZeroU32;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::time::Instant;
+
+use crate::engine::{Start, wait};
+use crate::lease::LeaseToken;
+use crate::outcome::ErrorText;
+use crate::relay::low_water::Marks;
+use crate::relay::{RelayParts, is_lasting};
+use crate::store::{ClaimRequest, Store, StoreError};
+
+/// The shortest pause of the poll, right after activity.
+const POLL_MIN: Duration = Duration::from_millis(50);
+
+/// How long a claim waits for more permits when only a few are free: under load, a claim per
+/// finished handler would cost a round trip per event.
+const GATHER: Duration = Duration::from_millis(2);
+
+/// Runs until the relay stops.
+pub(crate) async fn run<S: Store>(parts: Arc<RelayParts<S>>) {
+    let permits = Arc::new(Semaphore::new(parts.concurrency.get() as usize));
+    let mut marks = Marks::new();
+    let mut poll = Poll::new(parts.poll);
+    let mut pause = wait::Backoff::new(Duration::from_millis(50), Duration::from_secs(5));
+    loop {
+        let Some(capacity) = gather(&parts, &permits).await else {
+            return;
+        };
+        match claim(&parts, capacity, &mut marks).await {
+            Ok(Found::Everything) => {
+                pause.reset();
+                poll.reset();
+            }
+            Ok(Found::Some(found)) => {
+                pause.reset();
+                if found > 0 {
+                    poll.reset();
+                }
+                if !marks.look().full || found == 0 {
+                    // Nothing is due that we could take. (After a look that was bounded, one from
+                    // the beginning comes first.)
+                    poll.wait(&parts).await;
+                }
+            }
+            Err(error) => {
+                parts.shared.counters.store_errors.one();
+                if is_lasting(&error) {
+                    tracing::error!(
+                        error = %ErrorText::from(&error),
+                        "the relay stops: waiting does not mend this"
+                    );
+                    parts.failed.send_replace(Some(Arc::new(error)));
+                    parts.stop.cancel();
+                    return;
+                }
+                let delay = pause.next();
+                tracing::warn!(
+                    error = %ErrorText::from(&error),
+                    retry_in = ?delay,
+                    "events could not be claimed"
+                );
+                stoppable(&parts, tokio::time::sleep(delay)).await;
+            }
+        }
+    }
+}
+
+/// Permits to run, each with a slot to hold what runs.
+type Capacity = Vec<(OwnedSemaphorePermit, OwnedSemaphorePermit)>;
+
+/// Waits until something can start. `None` once the relay stops.
+async fn gather<S: Store>(parts: &RelayParts<S>, permits: &Arc<Semaphore>) -> Option<Capacity> {
+    let slots = &parts.shared.slots;
+    let first = async {
+        // Neither semaphore is ever closed.
+        let permit = Arc::clone(permits).acquire_owned().await.ok()?;
+        let slot = Arc::clone(slots).acquire_owned().await.ok()?;
+        Some((permit, slot))
+    };
+    let first = stoppable(parts, first).await??;
+    let half = parts.concurrency.get() / 2;
+    if permits.available_permits() + 1 < half as usize {
+        // Given back at once: it only waits until that many are free.
+        let _ = tokio::time::timeout(GATHER, permits.acquire_many(half - 1)).await;
+    }
+    let mut capacity = vec![first];
+    while capacity.len() < parts.batch.get() as usize {
+        let (Ok(permit), Ok(slot)) = (
+            Arc::clone(permits).try_acquire_owned(),
+            Arc::clone(slots).try_acquire_owned(),
+        ) else {
+            break;
+        };
+        capacity.push((permit, slot));
+    }
+    Some(capacity)
+}
+
+enum Found {
+    /// As many as were asked for: there may be more.
+    Everything,
+    /// Fewer.
+    Some(usize),
+}
+
+async fn claim<S: Store>(
+    parts: &RelayParts<S>,
+    mut capacity: Capacity,
+    marks: &mut Marks,
+) -> Result<Found, StoreError> {
+    let shared = &parts.shared;
+    let asked = capacity.len();
+    let look = marks.look();
+    let request = ClaimRequest {
+        limit: u32::try_from(asked)
+            .ok()
+            .and_then(NonZeroU32::new)
+            .unwrap_or(NonZeroU32::MIN),
+        lease: shared.settings.lease,
+        token: LeaseToken::random(),
+        instance: &shared.settings.instance,
+        names: shared.registry.names(),
+        low_water: look.from,
+    };
+    // Read before the statement is sent, so that a slow round trip shortens the time we trust the
+    // lease and never stretches it.
+    let trusted_until = Instant::now() + shared.settings.lease;
+    shared.counters.claims.one();
+    let claimed = shared.store.claim(&request).await?;
+    marks.learn(look, &claimed, asked);
+    let found = claimed.len();
+    shared.counters.claimed.add(found);
+    for claimed in claimed {
+        match capacity.pop() {
+            Some((permit, slot)) => {
+                shared.start(Start {
+                    claimed,
+                    trusted_until,
+                    permit,
+                    slot,
+                    waiter: None,
+                });
+            }
+            // A store that took more than it was asked for: given back, not run beyond the limit.
+            None => shared.release(claimed.lease(), None),
+        }
+    }
+    Ok(if found >= asked {
+        Found::Everything
+    } else {
+        Found::Some(found)
+    })
+}
+
+/// The pause of an idle relay: it doubles up to the configured interval, and ends early when
+/// somebody says that something is due.
+#[derive(Debug)]
+struct Poll {
+    next: Duration,
+    min: Duration,
+    max: Duration,
+}
+
+impl Poll {
+    fn new(max: Duration) -> Self {
+        let min = std::cmp::min(POLL_MIN, max);
+        Self {
+            next: min,
+            min,
+            max,
+        }
+    }
+
+    fn reset(&mut self) {
+        self.next = self.min;
+    }
+
+    async fn wait<S: Store>(&mut self, parts: &RelayParts<S>) {
+        let mut until = Instant::now() + self.next;
+        self.next = std::cmp::min(self.next * 2, self.max);
+        loop {
+            tokio::select! {
+                () = parts.stop.cancelled() => return,
+                () = parts.shared.stopping.cancelled() => return,
+                () = parts.shared.closing.cancelled() => return,
+                () = parts.shared.wake.woken() => {
+                    self.reset();
+                    return;
+                }
+                () = parts.shared.wake.expected() => {
+                    self.reset();
+                    until = std::cmp::min(until, Instant::now() + self.min);
+                }
+                () = tokio::time::sleep_until(until) => return,
+            }
+        }
+    }
+}
+
+/// Waits for `future` unless the relay stops first.
+pub(super) async fn stoppable<S: Store, T>(
+    parts: &RelayParts<S>,
+    future: impl Future<Output = T>,
+) -> Option<T> {
+    tokio::select! {
+        biased;
+        () = parts.stop.cancelled() => None,
+        () = parts.shared.stopping.cancelled() => None,
+        () = parts.shared.closing.cancelled() => None,
+        value = future => Some(value),
+    }
+}

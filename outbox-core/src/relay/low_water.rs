@@ -1,0 +1,143 @@
+//! Where a claim begins to look. See [`LowWater`] for why.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::store::{Claimed, LowWater};
+
+/// How long a row below the mark may wait for a look from the beginning.
+const FULL_LOOK_EVERY: Duration = Duration::from_secs(1);
+
+/// The marks of one relay.
+#[derive(Debug)]
+pub(crate) struct Marks {
+    marks: LowWater,
+    full_look_at: Instant,
+    /// The last full look found rows below the marks, so there may be more of them.
+    more_below: bool,
+}
+
+/// One claim's lower bounds.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Look {
+    pub(crate) from: LowWater,
+    pub(crate) full: bool,
+}
+
+impl Marks {
+    pub(crate) fn new() -> Self {
+        Self {
+            marks: LowWater::BEGINNING,
+            full_look_at: Instant::now(),
+            more_below: false,
+        }
+    }
+
+    /// Where the next claim begins.
+    pub(crate) fn look(&self) -> Look {
+        let full = self.more_below || Instant::now() >= self.full_look_at;
+        Look {
+            from: if full {
+                LowWater::BEGINNING
+            } else {
+                self.marks
+            },
+            full,
+        }
+    }
+
+    /// Learns from what a claim of at most `limit` rows found.
+    ///
+    /// A full look does not lower a mark: what it found below is claimed now, and if there may be
+    /// more of it the next look is a full one again.
+    pub(crate) fn learn(&mut self, look: Look, claimed: &[Claimed], limit: usize) {
+        let full_batch = claimed.len() >= limit;
+        if look.full {
+            self.full_look_at = Instant::now() + FULL_LOOK_EVERY;
+            self.more_below = full_batch
+                && claimed
+                    .iter()
+                    .any(|c| !c.waited && c.id.row() < self.marks.of(c.priority));
+        }
+        let mut smallest = [(crate::Priority::Normal, i64::MAX); 4];
+        for (entry, priority) in smallest.iter_mut().zip(crate::Priority::DESCENDING) {
+            let rows = claimed
+                .iter()
+                .filter(|c| !c.waited && c.priority == priority);
+            *entry = (priority, rows.map(|c| c.id.row()).min().unwrap_or(0));
+        }
+        for (priority, row) in smallest {
+            self.marks.raise(priority, row);
+        }
+        if !look.full && !full_batch {
+            // Nothing more above the marks: there may be something below.
+            self.full_look_at = Instant::now();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::num::NonZeroU32;
+    use std::time::SystemTime;
+
+    use uuid::Uuid;
+
+    use super::*;
+    use crate::lease::LeaseToken;
+    use crate::{EventId, Priority};
+
+    fn claimed(row: i64) -> Claimed {
+        Claimed {
+            id: EventId::new(Uuid::nil(), row),
+            token: LeaseToken::random(),
+            name: "a".to_owned(),
+            version: NonZeroU32::MIN,
+            payload: "null".to_owned(),
+            headers: None,
+            priority: Priority::Normal,
+            waited: false,
+            attempt: NonZeroU32::MIN,
+            max_attempts: NonZeroU32::MIN,
+            created_at: SystemTime::UNIX_EPOCH,
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_claim_begins_where_the_last_one_found_its_first_row() {
+        let mut marks = Marks::new();
+        let first = marks.look();
+        assert!(first.full);
+        marks.learn(first, &[claimed(8), claimed(7)], 2);
+        let second = marks.look();
+        assert!(!second.full);
+        assert_eq!(second.from.of(Priority::Normal), 7);
+        assert_eq!(second.from.of(Priority::High), 0);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn it_looks_from_the_beginning_once_a_second_and_when_it_finds_too_little() {
+        let mut marks = Marks::new();
+        marks.learn(marks.look(), &[claimed(7), claimed(8)], 2);
+        tokio::time::advance(FULL_LOOK_EVERY).await;
+        assert!(marks.look().full);
+        marks.learn(marks.look(), &[claimed(9), claimed(10)], 2);
+        assert!(!marks.look().full);
+        marks.learn(marks.look(), &[claimed(11)], 2);
+        assert!(marks.look().full);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn rows_below_the_mark_are_drained_before_it_is_used_again() {
+        let mut marks = Marks::new();
+        marks.learn(marks.look(), &[claimed(70), claimed(80)], 2);
+        tokio::time::advance(FULL_LOOK_EVERY).await;
+        marks.learn(marks.look(), &[claimed(3), claimed(4)], 2);
+        assert!(marks.look().full, "there may be more below");
+        marks.learn(marks.look(), &[claimed(5), claimed(81)], 2);
+        assert!(marks.look().full);
+        marks.learn(marks.look(), &[claimed(82), claimed(83)], 2);
+        assert_eq!(marks.look().from.of(Priority::Normal), 82);
+    }
+}
