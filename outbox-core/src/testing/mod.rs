@@ -1,1 +1,7 @@
-//! What tests need: a store in memory and the contract every store must keep.
+//! What tests need: a store in memory, and the contract that every store must keep.
+
+mod memory;
+
+pub use memory::{
+    Hold, MemoryConnection, MemoryStore, MemoryTx, MemoryWakeups, Operation, Savepoint,
+};

@@ -1,0 +1,108 @@
+//! Taking rows: claims and the sweep.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::time::SystemTime;
+
+use super::database::{Database, Row};
+use crate::lease::LeaseToken;
+use crate::store::{ClaimRequest, Claimed, LEASE_ENDED, SweepChunk, SweepRequest};
+
+impl Database {
+    pub(super) fn claim(&mut self, request: &ClaimRequest<'_>, now: SystemTime) -> Vec<Claimed> {
+        let (mut waited, mut others): (Vec<_>, Vec<_>) = self
+            .rows
+            .values()
+            .filter(|row| is_claimable(row, request, now))
+            .partition(|row| row.columns.due_at.is_some());
+        others.retain(|row| row.columns.id.row() >= request.low_water.of(row.columns.priority));
+
+        let limit = request.limit.get() as usize;
+        waited.sort_by_key(|row| first_claimed(row));
+        let beyond_reserve = waited.split_off(waited.len().min(limit.div_ceil(4)));
+        others.extend(beyond_reserve);
+        others.sort_by_key(|row| first_claimed(row));
+
+        let chosen = waited.iter().chain(&others).take(limit);
+        let chosen: Vec<i64> = chosen.map(|row| row.columns.id.row()).collect();
+        self.take_over(&chosen, request, now)
+    }
+
+    pub(super) fn claim_rows(
+        &mut self,
+        rows: &[i64],
+        request: &ClaimRequest<'_>,
+        now: SystemTime,
+    ) -> Vec<Claimed> {
+        let chosen = rows.iter().filter_map(|number| self.rows.get(number));
+        let chosen = chosen.filter(|row| is_claimable(row, request, now));
+        let mut chosen: Vec<i64> = chosen.map(|row| row.columns.id.row()).collect();
+        chosen.sort_unstable();
+        chosen.dedup();
+        chosen.truncate(request.limit.get() as usize);
+        self.take_over(&chosen, request, now)
+    }
+
+    pub(super) fn sweep(&mut self, request: &SweepRequest<'_>, now: SystemTime) -> SweepChunk {
+        let scan = request.scan.get() as usize;
+        let mut chunk = SweepChunk::default();
+        let mut unhandled: BTreeMap<&str, u64> = BTreeMap::new();
+        let mut looked_at = 0;
+
+        let rows = self.rows.range_mut(request.after.saturating_add(1)..);
+        for (number, row) in rows.filter(|(_, row)| row.is_unsettled()).take(scan) {
+            looked_at += 1;
+            chunk.next = Some(*number);
+            if row.is_free(now) && !row.has_attempt_left() {
+                hold(row, request.token, request.instance, now + request.lease);
+                chunk.exhausted.extend(row.claimed());
+            }
+            if !request.names.contains(&row.columns.name.as_str()) {
+                *unhandled.entry(row.columns.name.as_str()).or_default() += 1;
+            }
+        }
+
+        if looked_at < scan {
+            chunk.next = None;
+        }
+        chunk.unhandled = unhandled
+            .into_iter()
+            .map(|(name, count)| (name.to_owned(), count))
+            .collect();
+        chunk
+    }
+
+    fn take_over(
+        &mut self,
+        rows: &[i64],
+        request: &ClaimRequest<'_>,
+        now: SystemTime,
+    ) -> Vec<Claimed> {
+        let mut claimed = Vec::with_capacity(rows.len());
+        for number in rows {
+            if let Some(row) = self.rows.get_mut(number) {
+                if row.columns.lease_token.is_some() {
+                    row.add_failure(LEASE_ENDED, now);
+                }
+                row.columns.attempts += 1;
+                hold(row, request.token, request.instance, now + request.lease);
+                claimed.extend(row.claimed());
+            }
+        }
+        claimed
+    }
+}
+
+fn is_claimable(row: &Row, request: &ClaimRequest<'_>, now: SystemTime) -> bool {
+    row.is_free(now) && row.has_attempt_left() && request.names.contains(&row.columns.name.as_str())
+}
+
+fn first_claimed(row: &Row) -> impl Ord + use<> {
+    (Reverse(row.columns.priority), row.columns.id.row())
+}
+
+fn hold(row: &mut Row, token: LeaseToken, instance: &str, until: SystemTime) {
+    row.columns.lease_token = Some(token);
+    row.columns.claimed_by = Some(instance.to_owned());
+    row.lease_ends_at = Some(until);
+}

@@ -1,0 +1,125 @@
+//! Transactions: what is staged until the commit.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
+use std::time::SystemTime;
+
+use tokio::sync::OwnedMutexGuard;
+
+use super::database::{Database, Row};
+use crate::store::{Existing, Insertion, NewEvent};
+
+/// A writing transaction of a [`MemoryStore`](super::MemoryStore). Dropping it rolls it back.
+pub struct MemoryTx<'t> {
+    connection: MemoryConnection,
+    // Declared after the connection: the next transaction begins when this one has left nothing.
+    _writer: OwnedMutexGuard<()>,
+    _borrow: PhantomData<&'t ()>,
+}
+
+/// What a publish writes through: the rows of a transaction that has not ended.
+#[derive(Debug, Default)]
+pub struct MemoryConnection {
+    staged: Vec<Row>,
+    aborted: bool,
+}
+
+/// A point of a transaction to which it can be rolled back.
+#[derive(Clone, Copy, Debug)]
+pub struct Savepoint(usize);
+
+impl MemoryTx<'_> {
+    pub(super) fn new(writer: OwnedMutexGuard<()>) -> Self {
+        Self {
+            connection: MemoryConnection::default(),
+            _writer: writer,
+            _borrow: PhantomData,
+        }
+    }
+
+    pub(super) fn apply(self, database: &mut Database) {
+        if !self.connection.aborted {
+            for row in self.connection.staged {
+                database.add(row);
+            }
+        }
+    }
+}
+
+impl Deref for MemoryTx<'_> {
+    type Target = MemoryConnection;
+
+    fn deref(&self) -> &MemoryConnection {
+        &self.connection
+    }
+}
+
+impl DerefMut for MemoryTx<'_> {
+    fn deref_mut(&mut self) -> &mut MemoryConnection {
+        &mut self.connection
+    }
+}
+
+impl fmt::Debug for MemoryTx<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("MemoryTx").field(&self.connection).finish()
+    }
+}
+
+impl MemoryConnection {
+    /// Marks where the transaction stands.
+    #[must_use]
+    pub fn savepoint(&self) -> Savepoint {
+        Savepoint(self.staged.len())
+    }
+
+    /// Takes back everything inserted since `savepoint`.
+    pub fn rollback_to(&mut self, savepoint: Savepoint) {
+        self.staged.truncate(savepoint.0);
+    }
+
+    /// Does what a failed statement does to a PostgreSQL transaction whose error is ignored: the
+    /// commit will answer `Ok` and write nothing.
+    pub fn abort(&mut self) {
+        self.aborted = true;
+    }
+
+    pub(super) fn insert(
+        &mut self,
+        database: &mut Database,
+        events: &[NewEvent],
+        now: SystemTime,
+    ) -> Vec<Insertion> {
+        events
+            .iter()
+            .map(|event| self.insert_one(database, event, now))
+            .collect()
+    }
+
+    fn insert_one(
+        &mut self,
+        database: &mut Database,
+        event: &NewEvent,
+        now: SystemTime,
+    ) -> Insertion {
+        if let Some(existing) = self.holder(database, event, now) {
+            return Insertion::Existing(existing);
+        }
+        let id = database.next_id();
+        self.staged.push(Row::new(id, event, now));
+        Insertion::Inserted(id)
+    }
+
+    /// The event that holds the key already: committed, or inserted by this transaction.
+    fn holder(&self, database: &Database, event: &NewEvent, now: SystemTime) -> Option<Existing> {
+        let key = event.dedup_key.as_deref()?;
+        self.staged
+            .iter()
+            .find(|row| {
+                row.columns.name == event.name && row.columns.dedup_key.as_deref() == Some(key)
+            })
+            .map(|row| row.existing(now))
+            .or_else(|| database.holder(event.name, key, now))
+    }
+}

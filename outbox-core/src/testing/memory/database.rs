@@ -1,0 +1,224 @@
+//! The rows and keys themselves.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::time::{Duration, SystemTime};
+
+use uuid::Uuid;
+
+use crate::event::EventId;
+use crate::lease::HeldLease;
+use crate::store::{ATTEMPTS_KEPT, Claimed, EventRecord, EventState, Existing, Failure, NewEvent};
+
+/// What was committed.
+#[derive(Debug)]
+pub(super) struct Database {
+    pub(super) installation: Uuid,
+    pub(super) rows: BTreeMap<i64, Row>,
+    pub(super) keys: HashMap<(String, String), Key>,
+    pub(super) locked: BTreeSet<i64>,
+    last_number: i64,
+}
+
+/// One event, settled or not.
+#[derive(Clone, Debug)]
+pub(super) struct Row {
+    /// Its `state` says only whether it is settled, and how; [`Row::state`] says the rest.
+    pub(super) columns: EventRecord,
+    pub(super) lease_ends_at: Option<SystemTime>,
+    /// Whether its last outcome was a retry.
+    pub(super) failed: bool,
+    pub(super) retention: Duration,
+    pub(super) key_retention: Duration,
+    /// When a processed event may be removed.
+    pub(super) kept_until: Option<SystemTime>,
+}
+
+/// What a dedup key remembers.
+#[derive(Debug)]
+pub(super) struct Key {
+    pub(super) id: EventId,
+    /// Since its event was processed: what its handler returned, and until when the key is kept.
+    pub(super) processed: Option<(Option<String>, SystemTime)>,
+}
+
+impl Database {
+    pub(super) fn new(installation: Uuid) -> Self {
+        Self {
+            installation,
+            rows: BTreeMap::new(),
+            keys: HashMap::new(),
+            locked: BTreeSet::new(),
+            last_number: 0,
+        }
+    }
+
+    /// The next number. It is used up even if its transaction rolls back, as a sequence's is.
+    pub(super) fn next_id(&mut self) -> EventId {
+        self.last_number += 1;
+        EventId::new(self.installation, self.last_number)
+    }
+
+    pub(super) fn add(&mut self, row: Row) {
+        let id = row.columns.id;
+        if let Some(key) = row.key() {
+            let processed = None;
+            self.keys.insert(key, Key { id, processed });
+        }
+        self.rows.insert(id.row(), row);
+    }
+
+    pub(super) fn holder(&self, name: &str, key: &str, now: SystemTime) -> Option<Existing> {
+        let key = self.keys.get(&(name.to_owned(), key.to_owned()))?;
+        if let Some(row) = self.rows.get(&key.id.row()) {
+            return Some(row.existing(now));
+        }
+        let (output, _) = key.processed.as_ref()?;
+        Some(Existing {
+            id: key.id,
+            state: EventState::Processed,
+            output: output.clone(),
+        })
+    }
+
+    /// The unsettled row that is held under this lease, ended or not.
+    pub(super) fn held(&mut self, lease: HeldLease) -> Option<&mut Row> {
+        self.rows
+            .get_mut(&lease.row)
+            .filter(|row| row.is_unsettled() && row.columns.lease_token == Some(lease.token))
+    }
+
+    pub(super) fn expire_retention(&mut self, number: i64, now: SystemTime) {
+        if let Some(row) = self.rows.get_mut(&number) {
+            row.kept_until = row.kept_until.map(|_| now);
+        }
+        for key in self.keys.values_mut() {
+            if key.id.row() == number
+                && let Some((_, until)) = &mut key.processed
+            {
+                *until = now;
+            }
+        }
+    }
+}
+
+impl Row {
+    pub(super) fn new(id: EventId, event: &NewEvent, now: SystemTime) -> Self {
+        let mut columns = EventRecord::new(
+            id,
+            event.name.to_owned(),
+            event.version,
+            event.payload.clone(),
+            EventState::Pending,
+            event.max_attempts,
+            now,
+        );
+        columns.headers = event.headers.clone();
+        columns.dedup_key = event.dedup_key.clone();
+        columns.ordering_key = event.ordering_key.clone();
+        columns.priority = event.priority;
+        columns.due_at = (!event.delay.is_zero()).then(|| now + event.delay);
+        let mut row = Self {
+            columns,
+            lease_ends_at: None,
+            failed: false,
+            retention: event.retention,
+            key_retention: event.key_retention,
+            kept_until: None,
+        };
+        if let Some(lease) = &event.lease {
+            row.columns.attempts = 1;
+            row.columns.lease_token = Some(lease.token);
+            row.columns.claimed_by = Some(lease.instance.to_string());
+            row.lease_ends_at = Some(now + lease.duration);
+        }
+        row
+    }
+
+    pub(super) fn key(&self) -> Option<(String, String)> {
+        let key = self.columns.dedup_key.clone()?;
+        Some((self.columns.name.clone(), key))
+    }
+
+    pub(super) fn existing(&self, now: SystemTime) -> Existing {
+        Existing {
+            id: self.columns.id,
+            state: self.state(now),
+            output: self.columns.output.clone(),
+        }
+    }
+
+    pub(super) fn record(&self, now: SystemTime) -> EventRecord {
+        EventRecord {
+            state: self.state(now),
+            ..self.columns.clone()
+        }
+    }
+
+    pub(super) fn is_unsettled(&self) -> bool {
+        self.columns.state == EventState::Pending
+    }
+
+    pub(super) fn is_leased(&self, now: SystemTime) -> bool {
+        self.lease_ends_at.is_some_and(|end| end > now)
+    }
+
+    /// Neither settled nor leased nor waiting. It may be out of attempts.
+    pub(super) fn is_free(&self, now: SystemTime) -> bool {
+        self.is_unsettled()
+            && !self.is_leased(now)
+            && self.columns.due_at.is_none_or(|due_at| due_at <= now)
+    }
+
+    pub(super) fn has_attempt_left(&self) -> bool {
+        self.columns.attempts < self.columns.max_attempts.get()
+    }
+
+    /// Records a failure of the current attempt and keeps the last ones.
+    pub(super) fn add_failure(&mut self, error: &str, now: SystemTime) {
+        let failures = &mut self.columns.failures;
+        failures.push(Failure {
+            attempt: self.columns.attempts,
+            at: now,
+            instance: self.columns.claimed_by.clone().unwrap_or_default(),
+            error: error.to_owned(),
+        });
+        let surplus = failures.len().saturating_sub(ATTEMPTS_KEPT);
+        failures.drain(..surplus);
+        self.columns.last_error = Some(error.to_owned());
+    }
+
+    pub(super) fn end_lease(&mut self) {
+        self.columns.lease_token = None;
+        self.lease_ends_at = None;
+    }
+
+    /// The row as its claimer gets it. `None` where it is not held, or no attempt was charged.
+    pub(super) fn claimed(&self) -> Option<Claimed> {
+        let columns = &self.columns;
+        Some(Claimed {
+            id: columns.id,
+            token: columns.lease_token?,
+            name: columns.name.clone(),
+            version: columns.version,
+            payload: columns.payload.clone(),
+            headers: columns.headers.clone(),
+            priority: columns.priority,
+            waited: columns.due_at.is_some(),
+            attempt: columns.attempts.try_into().ok()?,
+            max_attempts: columns.max_attempts,
+            created_at: columns.created_at,
+        })
+    }
+
+    fn state(&self, now: SystemTime) -> EventState {
+        if !self.is_unsettled() {
+            self.columns.state
+        } else if self.is_leased(now) {
+            EventState::InProgress
+        } else if self.failed && self.columns.lease_token.is_none() {
+            EventState::Failed
+        } else {
+            EventState::Pending
+        }
+    }
+}

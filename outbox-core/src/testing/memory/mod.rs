@@ -1,0 +1,296 @@
+//! A store in memory, which keeps every promise of [`Store`] but one: it forgets.
+
+mod claim;
+mod connection;
+mod database;
+mod faults;
+mod settle;
+mod wakeups;
+
+use std::future::Future;
+use std::num::NonZeroU32;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime};
+
+use tokio::time::Instant;
+use uuid::Uuid;
+
+use crate::lease::HeldLease;
+use crate::store::{
+    ClaimRequest, Claimed, EventRecord, Insertion, NewEvent, Renewal, Settled, Settlement, Store,
+    StoreError, StoreErrorKind, SweepChunk, SweepRequest, Verified,
+};
+
+pub use connection::{MemoryConnection, MemoryTx, Savepoint};
+pub use faults::{Hold, Operation};
+pub use wakeups::MemoryWakeups;
+
+use database::Database;
+use faults::Faults;
+use wakeups::Bell;
+
+/// A [`Store`] in memory, for tests of an application and of the framework.
+///
+/// Clones share one database, as the processes of an application do. It is gone with the last
+/// clone.
+///
+/// There is one writing transaction at a time: [`begin`](Store::begin) waits for the end of the
+/// one before, as SQLite's `BEGIN IMMEDIATE` does, and gives up after 30 seconds. Everything else
+/// sees what was committed and waits for nobody.
+///
+/// # Time is Tokio's
+///
+/// Leases, delays, backoffs and retention follow [`tokio::time::Instant`], so that under paused
+/// time `tokio::time::advance` moves them. The times in the rows count from a fixed day and never
+/// from the wall clock. [`expire_lease`](Self::expire_lease), [`make_due`](Self::make_due) and
+/// [`expire_retention`](Self::expire_retention) move a single row without moving the clock.
+///
+/// # What can be made to fail
+///
+/// [`fail_next`](Self::fail_next), [`lose_answers`](Self::lose_answers),
+/// [`unreachable`](Self::unreachable), [`hold`](Self::hold), [`lock_row`](Self::lock_row) and the
+/// two `refuse_..` methods are what databases and networks do.
+/// [`calls`](Self::calls) and [`wait_for_calls`](Self::wait_for_calls) tell what was asked.
+#[derive(Clone, Debug)]
+pub struct MemoryStore {
+    shared: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    base: Instant,
+    writer: Arc<tokio::sync::Mutex<()>>,
+    database: Mutex<Database>,
+    faults: Faults,
+    bell: Bell,
+}
+
+impl MemoryStore {
+    /// Creates an empty database.
+    #[must_use]
+    pub fn new() -> Self {
+        Self {
+            shared: Arc::new(Shared {
+                base: Instant::now(),
+                writer: Arc::default(),
+                database: Mutex::new(Database::new(Uuid::new_v4())),
+                faults: Faults::default(),
+                bell: Bell::default(),
+            }),
+        }
+    }
+
+    /// The UUID that every [`EventId`](crate::EventId) of this database carries.
+    #[must_use]
+    pub fn installation(&self) -> Uuid {
+        self.shared.database().installation
+    }
+
+    /// Every committed event, settled or not, by number. An event that was processed with a
+    /// retention of zero is not among them.
+    #[must_use]
+    pub fn records(&self) -> Vec<EventRecord> {
+        let now = self.shared.now();
+        let database = self.shared.database();
+        database.rows.values().map(|row| row.record(now)).collect()
+    }
+
+    /// The time of the database.
+    #[must_use]
+    pub fn now(&self) -> SystemTime {
+        self.shared.now()
+    }
+
+    /// Ends the lease of `row` now, without anybody being told. Does nothing to a row that has
+    /// none.
+    pub fn expire_lease(&self, row: i64) {
+        let now = self.shared.now();
+        if let Some(row) = self.shared.database().rows.get_mut(&row) {
+            row.lease_ends_at = row.lease_ends_at.map(|_| now);
+        }
+    }
+
+    /// Makes a row due now that waits for a retry or a delay.
+    pub fn make_due(&self, row: i64) {
+        let now = self.shared.now();
+        if let Some(row) = self.shared.database().rows.get_mut(&row) {
+            row.columns.due_at = row.columns.due_at.map(|_| now);
+        }
+    }
+
+    /// Ends the retention of a processed event and of its dedup key now. It takes a
+    /// [`purge`](Store::purge) to remove them.
+    pub fn expire_retention(&self, row: i64) {
+        let now = self.shared.now();
+        self.shared.database().expire_retention(row, now);
+    }
+
+    async fn run<T>(
+        &self,
+        operation: Operation,
+        statement: impl FnOnce(&mut Database, SystemTime) -> Result<T, StoreError> + Send,
+    ) -> Result<T, StoreError> {
+        self.shared.faults.before(operation).await?;
+        let answer = statement(&mut self.shared.database(), self.shared.now());
+        self.shared.faults.after(operation)?;
+        answer
+    }
+}
+
+impl Default for MemoryStore {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Shared {
+    fn now(&self) -> SystemTime {
+        SystemTime::UNIX_EPOCH + FIRST_DAY + self.base.elapsed()
+    }
+
+    fn database(&self) -> MutexGuard<'_, Database> {
+        lock(&self.database)
+    }
+}
+
+impl Store for MemoryStore {
+    type Connection = MemoryConnection;
+    type Tx<'t> = MemoryTx<'t>;
+    type Wakeups = MemoryWakeups;
+
+    async fn begin(&self) -> Result<MemoryTx<'static>, StoreError> {
+        self.shared.faults.before(Operation::Begin).await?;
+        let waiting = Arc::clone(&self.shared.writer).lock_owned();
+        let writer = tokio::time::timeout(BEGIN_DEADLINE, waiting).await;
+        self.shared.faults.after(Operation::Begin)?;
+        let writer = writer.map_err(|_| Operation::Begin.error(StoreErrorKind::TimedOut))?;
+        Ok(MemoryTx::new(writer))
+    }
+
+    async fn commit(&self, tx: MemoryTx<'static>) -> Result<(), StoreError> {
+        self.run(Operation::Commit, |database, _| {
+            tx.apply(database);
+            Ok(())
+        })
+        .await
+    }
+
+    async fn rollback(&self, tx: MemoryTx<'static>) -> Result<(), StoreError> {
+        self.run(Operation::Rollback, |_, _| {
+            drop(tx);
+            Ok(())
+        })
+        .await
+    }
+
+    async fn insert(
+        &self,
+        connection: &mut MemoryConnection,
+        events: &[NewEvent],
+    ) -> Result<Vec<Insertion>, StoreError> {
+        self.run(Operation::Insert, |database, now| {
+            Ok(connection.insert(database, events, now))
+        })
+        .await
+    }
+
+    async fn check(&self) -> Result<(), StoreError> {
+        self.run(Operation::Check, |_, _| Ok(())).await
+    }
+
+    async fn claim(&self, request: &ClaimRequest<'_>) -> Result<Vec<Claimed>, StoreError> {
+        self.run(Operation::Claim, |database, now| {
+            Ok(database.claim(request, now))
+        })
+        .await
+    }
+
+    async fn claim_rows(
+        &self,
+        rows: &[i64],
+        request: &ClaimRequest<'_>,
+    ) -> Result<Vec<Claimed>, StoreError> {
+        self.run(Operation::ClaimRows, |database, now| {
+            Ok(database.claim_rows(rows, request, now))
+        })
+        .await
+    }
+
+    async fn verify(&self, leases: &[HeldLease]) -> Result<Vec<Verified>, StoreError> {
+        self.run(Operation::Verify, |database, now| {
+            Ok(database.verify(leases, now))
+        })
+        .await
+    }
+
+    async fn renew(
+        &self,
+        leases: &[HeldLease],
+        lease: Duration,
+    ) -> Result<Vec<Renewal>, StoreError> {
+        self.run(Operation::Renew, |database, now| {
+            Ok(database.renew(leases, now + lease))
+        })
+        .await
+    }
+
+    async fn settle(&self, settlements: &[Settlement]) -> Result<Vec<Settled>, StoreError> {
+        self.run(Operation::Settle, |database, now| {
+            if self.shared.faults.refuses(settlements) {
+                return Err(Operation::Settle.error(StoreErrorKind::Data));
+            }
+            Ok(database.settle(settlements, now))
+        })
+        .await
+    }
+
+    async fn release(&self, leases: &[HeldLease]) -> Result<Vec<Settled>, StoreError> {
+        self.run(Operation::Release, |database, _| {
+            Ok(database.release(leases))
+        })
+        .await
+    }
+
+    async fn sweep(&self, request: &SweepRequest<'_>) -> Result<SweepChunk, StoreError> {
+        self.run(Operation::Sweep, |database, now| {
+            Ok(database.sweep(request, now))
+        })
+        .await
+    }
+
+    async fn purge(&self, limit: NonZeroU32) -> Result<u64, StoreError> {
+        self.run(Operation::Purge, |database, now| {
+            Ok(database.purge(limit, now))
+        })
+        .await
+    }
+
+    async fn find(&self, row: i64) -> Result<Option<EventRecord>, StoreError> {
+        self.run(Operation::Find, |database, now| {
+            Ok(database.rows.get(&row).map(|row| row.record(now)))
+        })
+        .await
+    }
+
+    async fn listen(&self) -> Result<Option<MemoryWakeups>, StoreError> {
+        self.run(Operation::Listen, |_, _| Ok(self.shared.bell.subscribe()))
+            .await
+    }
+
+    fn notify(&self) -> impl Future<Output = Result<(), StoreError>> + Send {
+        self.run(Operation::Notify, |_, _| {
+            self.shared.bell.ring();
+            Ok(())
+        })
+    }
+}
+
+/// A test that panicked while it held a lock must not hide its panic behind a second one.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The first of January 2025.
+const FIRST_DAY: Duration = Duration::from_secs(1_735_689_600);
+
+const BEGIN_DEADLINE: Duration = Duration::from_secs(30);

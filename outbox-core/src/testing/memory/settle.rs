@@ -1,0 +1,132 @@
+//! What is written under a lease token, and what retention removes.
+
+use std::num::NonZeroU32;
+use std::time::{Duration, SystemTime};
+
+use super::database::Database;
+use crate::lease::HeldLease;
+use crate::outcome::Outcome;
+use crate::store::{EventState, Renewal, Settled, Settlement, Verified};
+
+impl Database {
+    pub(super) fn verify(&mut self, leases: &[HeldLease], now: SystemTime) -> Vec<Verified> {
+        let mut verified = Vec::new();
+        for lease in leases {
+            if let Some(row) = self.held(*lease) {
+                let left = row
+                    .lease_ends_at
+                    .and_then(|end| end.duration_since(now).ok());
+                verified.push(Verified {
+                    lease: *lease,
+                    id: row.columns.id,
+                    created_at: row.columns.created_at,
+                    remaining: left.unwrap_or(Duration::ZERO),
+                });
+            }
+        }
+        verified
+    }
+
+    pub(super) fn renew(&mut self, leases: &[HeldLease], until: SystemTime) -> Vec<Renewal> {
+        let mut answers = Vec::with_capacity(leases.len());
+        for lease in leases {
+            answers.push(if self.locked.contains(&lease.row) {
+                Renewal::Unknown
+            } else if let Some(row) = self.held(*lease) {
+                row.lease_ends_at = Some(until);
+                Renewal::Renewed
+            } else {
+                Renewal::Lost
+            });
+        }
+        answers
+    }
+
+    pub(super) fn settle(&mut self, settlements: &[Settlement], now: SystemTime) -> Vec<Settled> {
+        settlements
+            .iter()
+            .map(|settlement| self.settle_one(settlement, now))
+            .collect()
+    }
+
+    fn settle_one(&mut self, settlement: &Settlement, now: SystemTime) -> Settled {
+        let Some(row) = self.held(settlement.lease) else {
+            return Settled::LeaseLost;
+        };
+        row.end_lease();
+        row.columns.due_at = None;
+        match &settlement.outcome {
+            Outcome::Processed { output } => {
+                row.columns.state = EventState::Processed;
+                row.columns.output.clone_from(output);
+                row.columns.settled_at = Some(now);
+                row.kept_until = Some(now + row.retention);
+                self.leave_processed(settlement.lease.row, now);
+            }
+            Outcome::Retry { after, error } => {
+                row.add_failure(error.as_str(), now);
+                row.failed = true;
+                row.columns.due_at = Some(now + *after);
+            }
+            Outcome::Dead { reason, error } => {
+                row.add_failure(error.as_str(), now);
+                row.columns.state = EventState::DeadLetter;
+                row.columns.dead_reason = Some(*reason);
+                row.columns.settled_at = Some(now);
+            }
+        }
+        Settled::Recorded
+    }
+
+    /// Lets the key remember the result, and the row go where nothing of it is to be kept.
+    fn leave_processed(&mut self, number: i64, now: SystemTime) {
+        let Some(row) = self.rows.get(&number) else {
+            return;
+        };
+        if let Some(key) = row.key().and_then(|key| self.keys.get_mut(&key)) {
+            key.processed = Some((row.columns.output.clone(), now + row.key_retention));
+        }
+        if row.retention.is_zero() {
+            self.rows.remove(&number);
+        }
+    }
+
+    pub(super) fn release(&mut self, leases: &[HeldLease]) -> Vec<Settled> {
+        let mut answers = Vec::with_capacity(leases.len());
+        for lease in leases {
+            answers.push(if let Some(row) = self.held(*lease) {
+                row.end_lease();
+                row.columns.claimed_by = None;
+                row.columns.attempts = row.columns.attempts.saturating_sub(1);
+                Settled::Recorded
+            } else {
+                Settled::LeaseLost
+            });
+        }
+        answers
+    }
+
+    pub(super) fn purge(&mut self, limit: NonZeroU32, now: SystemTime) -> u64 {
+        let mut left = limit.get();
+        let mut removed = 0;
+        let mut may_remove = |expired: bool| {
+            let remove = expired && left > 0;
+            left -= u32::from(remove);
+            removed += u64::from(remove);
+            remove
+        };
+        self.rows
+            .retain(|_, row| !may_remove(row.kept_until.is_some_and(|until| until <= now)));
+        // After the rows: a key outlives its event.
+        let rows = &self.rows;
+        self.keys.retain(|_, key| {
+            let kept = rows.contains_key(&key.id.row());
+            let expired = key
+                .processed
+                .as_ref()
+                .is_some_and(|(_, until)| *until <= now);
+            !may_remove(expired && !kept)
+        });
+        removed
+    }
+}
