@@ -1,0 +1,7 @@
+//! The workspace against real databases: what one crate alone cannot show.
+//!
+//! A bare `cargo test` starts a PostgreSQL server of its own if `DATABASE_URL` is not set.
+//! `support` is the kit; everything else is named after what it is about, in reading order.
+
+#[cfg(test)]
+mod support;
