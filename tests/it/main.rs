@@ -4,4 +4,9 @@
 //! `support` is the kit; everything else is named after what it is about, in reading order.
 
 #[cfg(test)]
+mod events;
+#[cfg(test)]
 mod support;
+
+#[cfg(test)]
+mod in_memory;

@@ -1,0 +1,17 @@
+//! The framework over a store in memory, under paused time: what can be made to fail at will.
+
+mod inline;
+mod lease;
+mod relay;
+mod settle;
+mod shutdown;
+
+use outbox_core::testing::MemoryStore;
+use outbox_core::{Outbox, OutboxBuilder};
+
+/// An outbox whose background follows the paused time of the test.
+pub(crate) fn builder(store: &MemoryStore) -> OutboxBuilder<MemoryStore> {
+    Outbox::builder(store.clone())
+        .on_current_runtime()
+        .instance("test")
+}

@@ -1,0 +1,119 @@
+//! Storing outcomes: in batches, again after failures, and never as a shared fate.
+
+use std::time::Duration;
+
+use outbox_core::testing::{MemoryStore, Operation};
+use outbox_core::{EventState, HandlerError, StoreErrorKind};
+
+use super::builder;
+use crate::events::{OrderPaid, Step, Ticked, publish_for_relays, scripted, settled};
+
+#[tokio::test(start_paused = true)]
+async fn p18_one_refused_output_does_not_keep_999_others_from_being_stored() {
+    let store = MemoryStore::new();
+    let (builder, mut outcomes) = settled(builder(&store).on(|event: OrderPaid| async move {
+        let output = if event.order == 500 { "poison" } else { "fine" };
+        Ok::<_, HandlerError>(output.to_owned())
+    }));
+    let outbox = builder.build().unwrap();
+    store.refuse_output_containing("poison");
+    let mut tx = outbox_core::Store::begin(&store).await.unwrap();
+    let events: Vec<OrderPaid> = (0..1_000).map(|order| OrderPaid { order }).collect();
+    let published = outbox.publish_all(&mut tx, &events).await.unwrap();
+    outbox_core::Store::commit(&store, tx).await.unwrap();
+
+    let began = tokio::time::Instant::now();
+    let _relay = outbox
+        .relay()
+        .concurrency(1_000)
+        .batch(1_000)
+        .start()
+        .await
+        .unwrap();
+    for _ in 0..1_000 {
+        outcomes.recv().await.unwrap();
+    }
+    assert!(
+        began.elapsed() < Duration::from_secs(1),
+        "{:?}",
+        began.elapsed()
+    );
+    assert_eq!(outbox.counters().processed, 1_000);
+    for (order, published) in published.iter().enumerate() {
+        let record = outbox.find(published.event_id()).await.unwrap().unwrap();
+        assert_eq!(record.state, EventState::Processed);
+        let expected = if order == 500 { None } else { Some("\"fine\"") };
+        assert_eq!(record.output.as_deref(), expected, "order {order}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn p18_a_refused_error_text_is_replaced_and_the_failure_recorded() {
+    let store = MemoryStore::new();
+    store.refuse_error_containing("odd");
+    let (handler, _runs) = scripted(|_| Step::Return(Err(HandlerError::permanent("odd text"))));
+    let (builder, mut outcomes) = settled(builder(&store).on(handler));
+    let outbox = builder.build().unwrap();
+    let id = publish_for_relays(&outbox, &Ticked { n: 1 }).await;
+    let _relay = outbox.relay().start().await.unwrap();
+    outcomes.recv().await.unwrap();
+
+    let record = outbox.find(id).await.unwrap().unwrap();
+    assert_eq!(record.state, EventState::DeadLetter);
+    assert_eq!(
+        record.last_error.as_deref(),
+        Some("the error text was refused by the database")
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_outcome_is_stored_once_the_database_answers_and_its_handler_runs_once() {
+    let store = MemoryStore::new();
+    let (handler, mut runs) = scripted(|_| Step::Return(Ok(())));
+    let (builder, mut outcomes) = settled(builder(&store).on(handler));
+    let outbox = builder.build().unwrap();
+    publish_for_relays(&outbox, &Ticked { n: 1 }).await;
+    store.fail_next(Operation::Settle, StoreErrorKind::Conflict, 5);
+    let _relay = outbox.relay().start().await.unwrap();
+
+    outcomes.recv().await.unwrap();
+    assert_eq!(store.calls(Operation::Settle), 6);
+    assert_eq!(runs.recv().await.unwrap().delivery.attempt().get(), 1);
+    assert!(runs.try_recv().is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_settlement_whose_answer_was_lost_is_not_repeated_by_another_run() {
+    let store = MemoryStore::new();
+    let (handler, mut runs) = scripted(|_| Step::Return(Ok(())));
+    let outbox = builder(&store).on(handler).build().unwrap();
+    let id = publish_for_relays(&outbox, &Ticked { n: 1 }).await;
+    store.lose_answers(Operation::Settle, 1);
+    let _relay = outbox.relay().start().await.unwrap();
+
+    store.wait_for_calls(Operation::Settle, 2).await;
+    assert_eq!(
+        outbox.find(id).await.unwrap().unwrap().state,
+        EventState::Processed
+    );
+    assert_eq!(runs.recv().await.unwrap().n, 1);
+    tokio::time::sleep(Duration::from_secs(120)).await;
+    assert!(runs.try_recv().is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hook_that_panics_changes_nothing() {
+    let store = MemoryStore::new();
+    let (handler, _runs) = scripted(|_| Step::Return(Ok(())));
+    let builder = builder(&store)
+        .on(handler)
+        .on_settled(|_| panic!("in the hook"));
+    let (builder, mut outcomes) = settled(builder);
+    let outbox = builder.build().unwrap();
+    for n in 0..2 {
+        publish_for_relays(&outbox, &Ticked { n }).await;
+    }
+    let _relay = outbox.relay().start().await.unwrap();
+    outcomes.recv().await.unwrap();
+    outcomes.recv().await.unwrap();
+}

@@ -1,0 +1,148 @@
+//! P14: a shutdown finishes, gives back, and says what it could not store.
+
+use std::time::Duration;
+
+use outbox_core::EventState;
+use outbox_core::testing::{MemoryStore, Operation};
+use tokio::time::Instant;
+
+use super::builder;
+use crate::events::{Step, Ticked, publish_for_relays, scripted};
+
+const GRACE: Duration = Duration::from_secs(20);
+
+#[tokio::test(start_paused = true)]
+async fn p14_a_run_that_ends_within_the_grace_period_is_stored() {
+    let store = MemoryStore::new();
+    let (handler, mut runs) = scripted(|_| Step::Take(Duration::from_secs(10)));
+    let outbox = builder(&store).on(handler).build().unwrap();
+    let id = publish_for_relays(&outbox, &Ticked { n: 1 }).await;
+    let waiting = publish_for_relays(&outbox, &Ticked { n: 2 }).await;
+    let relay = outbox.relay().concurrency(1).start().await.unwrap();
+    runs.recv().await.unwrap();
+
+    let began = Instant::now();
+    relay.shutdown(GRACE).await.unwrap();
+    assert!(
+        began.elapsed() < Duration::from_secs(11),
+        "{:?}",
+        began.elapsed()
+    );
+    assert_eq!(
+        outbox.find(id).await.unwrap().unwrap().state,
+        EventState::Processed
+    );
+    let waiting = outbox.find(waiting).await.unwrap().unwrap();
+    assert_eq!((waiting.state, waiting.attempts), (EventState::Pending, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn p14_leases_are_renewed_until_the_last_handler_has_ended() {
+    let store = MemoryStore::new();
+    let (handler, mut runs) = scripted(|_| Step::Take(Duration::from_secs(9)));
+    let outbox = builder(&store)
+        .on(handler)
+        .lease(Duration::from_secs(10))
+        .handler_timeout(Duration::from_secs(10))
+        .build()
+        .unwrap();
+    let (other, mut other_runs) = scripted(|_| Step::Return(Ok(())));
+    let elsewhere = builder(&store).on(other).build().unwrap();
+    publish_for_relays(&outbox, &Ticked { n: 1 }).await;
+    let relay = outbox.relay().start().await.unwrap();
+    runs.recv().await.unwrap();
+    let _elsewhere = elsewhere.relay().start().await.unwrap();
+
+    relay.shutdown(GRACE).await.unwrap();
+    assert!(store.calls(Operation::Renew) >= 2);
+    assert_eq!(outbox.counters().processed, 1);
+    assert!(other_runs.try_recv().is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn p14_what_does_not_end_within_the_grace_period_goes_back_uncharged() {
+    let store = MemoryStore::new();
+    let (handler, mut runs) = scripted(|_| Step::Hang);
+    let outbox = builder(&store)
+        .on(handler)
+        .lease(Duration::from_secs(60))
+        .handler_timeout(Duration::from_secs(60))
+        .build()
+        .unwrap();
+    let id = publish_for_relays(&outbox, &Ticked { n: 1 }).await;
+    let relay = outbox.relay().start().await.unwrap();
+    let run = runs.recv().await.unwrap();
+
+    let began = Instant::now();
+    relay.shutdown(GRACE).await.unwrap();
+    assert!(began.elapsed() <= GRACE);
+    assert!(run.delivery.cancelled().is_cancelled());
+    let record = outbox.find(id).await.unwrap().unwrap();
+    assert_eq!((record.state, record.attempts), (EventState::Pending, 0));
+    assert_eq!(record.lease_token, None);
+}
+
+#[tokio::test(start_paused = true)]
+async fn p14_a_shutdown_without_a_database_names_what_is_not_stored() {
+    let store = MemoryStore::new();
+    let (handler, mut runs) = scripted(|_| Step::Take(Duration::from_secs(1)));
+    let outbox = builder(&store).on(handler).build().unwrap();
+    let id = publish_for_relays(&outbox, &Ticked { n: 1 }).await;
+    let relay = outbox.relay().start().await.unwrap();
+    runs.recv().await.unwrap();
+
+    store.unreachable(true);
+    let began = Instant::now();
+    let error = relay.shutdown(GRACE).await.unwrap_err();
+    assert_eq!(error.unsettled(), [id.row()]);
+    assert!(
+        began.elapsed() <= GRACE + Duration::from_millis(10),
+        "{:?}",
+        began.elapsed()
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn p14_a_shutdown_gives_back_what_waits_for_inline_dispatch() {
+    let store = MemoryStore::new();
+    let (handler, mut runs) = scripted(|_| Step::Take(Duration::from_secs(2)));
+    let outbox = builder(&store)
+        .on(handler)
+        .inline_concurrency(1)
+        .build()
+        .unwrap();
+    let mut tx = outbox.begin().await.unwrap();
+    let first = tx.publish(&Ticked { n: 1 }).await.unwrap().event_id();
+    let second = tx.publish(&Ticked { n: 2 }).await.unwrap().event_id();
+    let dispatching = tx.commit().await.unwrap();
+    runs.recv().await.unwrap();
+
+    outbox.shutdown(GRACE).await.unwrap();
+    dispatching.settled().await;
+    assert_eq!(
+        outbox.find(first).await.unwrap().unwrap().state,
+        EventState::Processed
+    );
+    let second = outbox.find(second).await.unwrap().unwrap();
+    assert_eq!((second.state, second.attempts), (EventState::Pending, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn after_a_shutdown_events_are_published_for_others_and_a_second_one_is_harmless() {
+    let store = MemoryStore::new();
+    let (handler, mut runs) = scripted(|_| Step::Return(Ok(())));
+    let outbox = builder(&store).on(handler).build().unwrap();
+    outbox.begin().await.unwrap().rollback().await.unwrap();
+    outbox.shutdown(GRACE).await.unwrap();
+    outbox.shutdown(GRACE).await.unwrap();
+
+    let mut tx = outbox.begin().await.unwrap();
+    let id = tx.publish(&Ticked { n: 1 }).await.unwrap().event_id();
+    tx.commit().await.unwrap().settled().await;
+    let record = outbox.find(id).await.unwrap().unwrap();
+    assert_eq!(
+        (record.state, record.lease_token),
+        (EventState::Pending, None)
+    );
+    assert!(runs.try_recv().is_err());
+}
