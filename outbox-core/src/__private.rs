@@ -16,6 +16,11 @@ pub use crate::event::{EVENT_NAME_MAX, OutboxEvent, Priority};
 pub use crate::key::KeyBuilder;
 
 /// What a function named by `dedup_with` or `ordering_with` may return.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not a key",
+    label = "returns `{Self}`",
+    note = "a function named by `dedup_with` or `ordering_with` returns `String`, `&str` or `Option<String>`"
+)]
 pub trait IntoKey {
     /// The key, if there is one.
     fn into_key(self) -> Option<String>;

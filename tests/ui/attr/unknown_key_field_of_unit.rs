@@ -1,0 +1,8 @@
+use outbox_core::OutboxEvent;
+use serde::{Deserialize, Serialize};
+
+#[derive(Serialize, Deserialize, OutboxEvent)]
+#[outbox(dedup_key = "{order_id}")]
+struct OrderPaid;
+
+fn main() {}

@@ -1,0 +1,15 @@
+use outbox_core::OutboxEvent;
+use serde::{Deserialize, Serialize};
+
+#[derive(Serialize, Deserialize, OutboxEvent)]
+#[outbox(dedup_with = key)]
+struct OrderPaid {
+    order_id: u64,
+    customer_id: u64,
+}
+
+fn key(order: &OrderPaid) -> u64 {
+    order.order_id
+}
+
+fn main() {}

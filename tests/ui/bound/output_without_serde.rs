@@ -1,0 +1,13 @@
+use outbox_core::OutboxEvent;
+use serde::{Deserialize, Serialize};
+
+#[derive(Serialize, Deserialize, OutboxEvent)]
+#[outbox(output = ReceiptId)]
+struct OrderPaid {
+    order_id: u64,
+    customer_id: u64,
+}
+
+struct ReceiptId(u64);
+
+fn main() {}

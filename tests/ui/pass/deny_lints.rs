@@ -1,0 +1,54 @@
+//! Generated code gives no lint anything to say. (`outbox-derive/tests/lints.rs` is the same for
+//! clippy, which does not look here.)
+
+#![deny(warnings, missing_docs, unreachable_pub, unused_qualifications)]
+#![deny(rust_2018_idioms, single_use_lifetimes, trivial_casts, unused_lifetimes, unused_results)]
+
+use std::time::Duration;
+
+use outbox_core::{OutboxEvent, Priority};
+use serde::{Deserialize, Serialize};
+
+/// The imports make every qualified path in the expansion one that could have been shorter.
+#[derive(Serialize, Deserialize, OutboxEvent)]
+#[outbox(name = "order.paid", version = 2, priority = "high", max_attempts = 3)]
+#[outbox(dedup_key = "{order_id}:{part}", ordering_with = ordering, timeout = "1s")]
+#[outbox(backoff(base = "1s", max = "2s", jitter = 1), retention = "1d")]
+struct OrderPaid<T> {
+    order_id: String,
+    part: T,
+}
+
+fn ordering<T>(_: &OrderPaid<T>) -> Option<String> {
+    None
+}
+
+/// The second variant makes an equal arm.
+#[derive(Serialize, Deserialize, OutboxEvent)]
+#[outbox(dedup_key = "{id}")]
+enum Changed {
+    Added { id: u64 },
+    Removed { id: u64 },
+}
+
+/// Deriving is no use of what is deprecated.
+#[deprecated = "there is a new one"]
+#[derive(Serialize, Deserialize, OutboxEvent)]
+#[outbox(dedup_key = "{id}")]
+struct OldEvent {
+    #[deprecated = "there is a new one"]
+    id: u64,
+}
+
+fn main() {
+    assert_eq!(OrderPaid::<u8>::PRIORITY, Priority::High);
+    assert_eq!(OrderPaid::<u8>::TIMEOUT, Some(Duration::from_secs(1)));
+    let paid = OrderPaid {
+        order_id: "a".to_owned(),
+        part: 1,
+    };
+    assert_eq!(paid.dedup_key().as_deref(), Some("a:1"));
+    for changed in [Changed::Added { id: 1 }, Changed::Removed { id: 1 }] {
+        assert_eq!(changed.dedup_key().as_deref(), Some("1"));
+    }
+}

@@ -1,0 +1,102 @@
+//! Everything generated code could mean by accident is something else here.
+
+#![allow(dead_code, non_snake_case, non_upper_case_globals, non_camel_case_types, unused_macros)]
+
+mod std {}
+mod core {}
+mod alloc {}
+mod serde {}
+mod outbox_core {}
+
+struct String;
+struct Duration;
+struct NonZeroU32;
+struct KeyBuilder;
+struct Backoff;
+struct Priority;
+enum Option {
+    Some,
+    None,
+}
+fn Some() {}
+const None: () = ();
+trait OutboxEvent {
+    fn dedup_key(&self) -> u8 {
+        1
+    }
+}
+impl<T> OutboxEvent for T {}
+trait Display {}
+trait Send {}
+trait Sync {}
+trait Serialize {}
+trait DeserializeOwned {}
+macro_rules! assert {
+    ($($any:tt)*) => {
+        ::std::compile_error!("a local `assert!`")
+    };
+}
+
+#[derive(::serde::Serialize, ::serde::Deserialize, ::outbox_core::OutboxEvent)]
+#[outbox(name = "order.paid", version = 2, priority = "high", max_attempts = 3)]
+#[outbox(dedup_key = "{id}:{part}", ordering_with = key, timeout = "1s", retention = "1d")]
+#[outbox(backoff(base = "1s", max = "2s", jitter = 1))]
+struct OrderPaid<T> {
+    id: ::std::string::String,
+    part: T,
+}
+
+fn key<T>(_: &OrderPaid<T>) -> &'static ::std::primitive::str {
+    "one"
+}
+
+#[derive(::serde::Serialize, ::serde::Deserialize, ::outbox_core::OutboxEvent)]
+#[outbox(dedup_key = "{id}")]
+enum Changed {
+    Some { id: ::std::primitive::u8 },
+    None { id: ::std::primitive::u8, __key_id: ::std::primitive::u8 },
+}
+
+/// Primitives too. Serde's derives do not stand that, so its impls are outside.
+mod primitives {
+    struct str;
+    struct u8;
+    struct u32;
+    struct u64;
+    struct f64;
+    struct char;
+    struct bool;
+
+    #[derive(::outbox_core::OutboxEvent)]
+    #[outbox(dedup_key = "{0}:{0}", version = 2, max_attempts = 3, backoff(), timeout = "1s")]
+    pub struct Counted(pub ::std::primitive::u8);
+}
+
+impl ::serde::Serialize for primitives::Counted {
+    fn serialize<S: ::serde::Serializer>(
+        &self,
+        serializer: S,
+    ) -> ::std::result::Result<S::Ok, S::Error> {
+        serializer.serialize_u8(self.0)
+    }
+}
+
+impl<'de> ::serde::Deserialize<'de> for primitives::Counted {
+    fn deserialize<D: ::serde::Deserializer<'de>>(
+        deserializer: D,
+    ) -> ::std::result::Result<Self, D::Error> {
+        ::serde::Deserialize::deserialize(deserializer).map(primitives::Counted)
+    }
+}
+
+fn main() {
+    let paid = OrderPaid {
+        id: ::std::string::String::from("a"),
+        part: 1,
+    };
+    let key = ::outbox_core::OutboxEvent::dedup_key(&paid);
+    ::std::assert_eq!(key.as_deref(), ::std::option::Option::Some("a:1"));
+    let changed = Changed::None { id: 1, __key_id: 2 };
+    let key = ::outbox_core::OutboxEvent::dedup_key(&changed);
+    ::std::assert_eq!(key.as_deref(), ::std::option::Option::Some("1"));
+}

@@ -1,0 +1,35 @@
+//! Generated code needs no prelude.
+
+#![no_implicit_prelude]
+
+#[derive(::serde::Serialize, ::serde::Deserialize, ::outbox_core::OutboxEvent)]
+#[outbox(dedup_key = "{order_id}:{part}", version = 2, priority = "critical", max_attempts = 3)]
+#[outbox(backoff(), timeout = "1s", retention = "0s", ordering_with = key)]
+struct OrderPaid<T> {
+    order_id: u64,
+    part: T,
+}
+
+fn key<T>(_: &OrderPaid<T>) -> &'static str {
+    "one"
+}
+
+#[derive(::serde::Serialize, ::serde::Deserialize, ::outbox_core::OutboxEvent)]
+#[outbox(dedup_key = "{0}")]
+enum Changed {
+    One(u64),
+    Two(u64),
+}
+
+fn main() {
+    use ::outbox_core::OutboxEvent as _;
+
+    let paid = OrderPaid {
+        order_id: 7,
+        part: 1_u8,
+    };
+    ::std::assert_eq!(paid.dedup_key().as_deref(), ::std::option::Option::Some("7:1"));
+    for changed in [Changed::One(1), Changed::Two(1)] {
+        ::std::assert_eq!(changed.dedup_key().as_deref(), ::std::option::Option::Some("1"));
+    }
+}
