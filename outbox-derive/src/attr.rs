@@ -188,7 +188,7 @@ impl BackoffAttr {
         let mut read = Self::default();
         let mut seen = Keys::default();
         let parse = |meta: ParseNestedMeta<'_>| {
-            recover(cx, meta, |_, part, input| {
+            recover(cx, &meta, |_, part, input| {
                 if !BACKOFF_PARTS.iter().any(|known| part == known) {
                     return Err(unknown(part, "the keys in `backoff`", &BACKOFF_PARTS));
                 }
@@ -239,7 +239,7 @@ fn for_each_key(
             cx.push(syn::Error::new(span, text));
             continue;
         }
-        let parsed = attr.parse_nested_meta(|meta| recover(cx, meta, &mut read));
+        let parsed = attr.parse_nested_meta(|meta| recover(cx, &meta, &mut read));
         cx.ok(parsed);
     }
 }
@@ -247,7 +247,7 @@ fn for_each_key(
 /// Reads one key. After a mistake, goes on behind the next comma.
 fn recover(
     cx: &mut Ctxt,
-    meta: ParseNestedMeta<'_>,
+    meta: &ParseNestedMeta<'_>,
     mut read: impl FnMut(&mut Ctxt, &Ident, ParseStream<'_>) -> syn::Result<()>,
 ) -> syn::Result<()> {
     let result = match meta.path.get_ident() {
@@ -408,11 +408,11 @@ fn crate_path(key: &Ident, input: ParseStream<'_>) -> syn::Result<Path> {
         .iter()
         .map(|segment| segment.ident.to_string());
     let written = segments.collect::<Vec<_>>().join("::");
-    Err(syn::Error::new(
-        span,
-        format!(
-            "`crate` must be an absolute path; write `::{written}` for a crate, or \
-             `crate::{written}` for a module of this one"
-        ),
-    ))
+    let instead = if first.is_some_and(|first| first == "self" || first == "super") {
+        "begin it at `crate::`".to_owned()
+    } else {
+        format!("write `::{written}` for a crate, or `crate::{written}` for a module of this one")
+    };
+    let text = format!("`crate` must be an absolute path, not `{written}`; {instead}");
+    Err(syn::Error::new(span, text))
 }

@@ -149,7 +149,8 @@ fn member(segment: &str, span: Span) -> Option<Member> {
     if ident != segment || ident.unraw() != ident {
         return None;
     }
-    if syn::parse_str::<Ident>(segment).is_ok() {
+    // syn does not know `gen`, a keyword since edition 2024.
+    if segment != "gen" && syn::parse_str::<Ident>(segment).is_ok() {
         return Some(Member::Named(Ident::new(segment, span)));
     }
     // These four have no raw form.
@@ -202,6 +203,7 @@ mod tests {
     fn a_keyword_names_the_raw_field() {
         check("{type}", "r#type");
         check("{line.match}", "line.r#match");
+        check("{gen}", "r#gen");
     }
 
     #[test]

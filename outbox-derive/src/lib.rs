@@ -1,4 +1,8 @@
-//! `#[derive(OutboxEvent)]`.
+//! `#[derive(OutboxEvent)]`, re-exported by `outbox-core` beside the trait.
+//!
+//! One stage per file: `attr` and `input` read, `check` asks what only the whole can answer,
+//! `expand` writes the impl, and `fallback` what stands beside an error. `ctxt` carries the errors.
+//! `expand::derive` is the whole way in ten lines.
 #![deny(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -7,20 +11,229 @@
     clippy::indexing_slicing
 )]
 
-mod attr;
-mod check;
-mod ctxt;
-mod duration;
 mod expand;
-mod fallback;
-mod generics;
+
+mod attr;
 mod input;
+
+mod duration;
 mod key_template;
 mod name;
 
-/// Placeholder.
+mod check;
+mod ctxt;
+mod fallback;
+mod generics;
+
+/// Makes a type an event that can be published through an outbox.
+///
+/// ```
+/// use outbox_core::OutboxEvent;
+/// use serde::{Deserialize, Serialize};
+///
+/// #[derive(Serialize, Deserialize, OutboxEvent)]
+/// struct OrderPaid {
+///     order_id: u64,
+/// }
+///
+/// assert_eq!(OrderPaid::NAME, "order.paid");
+/// ```
+///
+/// The type must be serde's `Serialize` and `Deserialize`, `Send`, `Sync` and free of borrows.
+/// Structs of any kind and enums with at least one variant can be events. All variants of an enum
+/// are one event, with one name. A union cannot be an event, and neither can an enum without
+/// variants.
+///
+/// # Attributes
+///
+/// On the type, in one `#[outbox(..)]` or in several:
+///
+/// | key | value | default | refused |
+/// | --- | --- | --- | --- |
+/// | `name` | a string: the event name, stored with every row | made from the type's name | empty; anything but `a-z`, `0-9`, `.`, `_`, `-`; over 128 bytes |
+/// | `version` | an integer: the version of the payload's shape | 1 | 0 |
+/// | `dedup_key` | a [key template](#keys) | no key: nothing is a duplicate | a template that names an unknown field, or is ambiguous |
+/// | `dedup_with` | the path of a function from `&Self` to the key | no key | together with `dedup_key` or `dedup` |
+/// | `ordering_key` | a [key template](#keys) | no key: no order | as for `dedup_key` |
+/// | `ordering_with` | the path of a function from `&Self` to the key | no key | together with `ordering_key` or `ordering` |
+/// | `priority` | `"low"`, `"normal"`, `"high"` or `"critical"` | `"normal"` | another level |
+/// | `max_attempts` | an integer: how often a handler may be started | the publishing outbox's setting | 0 |
+/// | `backoff` | `backoff(base = "30s", max = "30m", jitter = 0.2)`, each part optional, with these defaults | the dispatching outbox's setting | a `base` of zero or above `max`; a `jitter` outside 0 to 1 |
+/// | `timeout` | a duration: how long one run of the handler may take | the dispatching outbox's setting | zero |
+/// | `retention` | a duration: how long the row is kept once it is processed; `"0s"` keeps nothing | the publishing outbox's setting | over 100 years |
+/// | `output` | a type: what a handler of this event returns | `()` | not a type |
+/// | `crate` | the path of `outbox-core`, where it was renamed or re-exported: `::shop_outbox` or `crate::outbox` | `::outbox_core` | a relative path |
+///
+/// On the fields of a struct:
+///
+/// | key | value | default | refused |
+/// | --- | --- | --- | --- |
+/// | `dedup` | none: the field is part of the dedup key | not part of it | together with `dedup_key` or `dedup_with`; on an enum |
+/// | `ordering` | none: the field is part of the ordering key | not part of it | together with `ordering_key` or `ordering_with`; on an enum |
+///
+/// A duration is an integer and one of the units `ms`, `s`, `m`, `h` and `d`, in quotes: `"250ms"`,
+/// `"7d"`. The longest is 100 years, `"36500d"`.
+///
+/// ```
+/// use outbox_core::OutboxEvent;
+/// use serde::{Deserialize, Serialize};
+///
+/// #[derive(Serialize, Deserialize, OutboxEvent)]
+/// #[outbox(dedup_key = "{order_id}", ordering_key = "customer:{customer_id}")]
+/// #[outbox(priority = "high", max_attempts = 8, timeout = "10s", output = ReceiptId)]
+/// struct OrderPaid {
+///     order_id: u64,
+///     customer_id: u64,
+///     cents: i64,
+/// }
+///
+/// #[derive(Serialize, Deserialize)]
+/// struct ReceiptId(u64);
+/// ```
+///
+/// # The event name
+///
+/// Without `name`, the name is made from the type's name, word by word: `OrderPaid` becomes
+/// `order.paid`, `HTTPRequestFailed` becomes `http.request.failed`, and a digit stays with the word
+/// before it, so that `S3ObjectCreated` becomes `s3.object.created`. A type whose name is not ASCII
+/// needs a `name`.
+///
+/// The name is stored with every row, and rows find their handler by it. **Renaming a type without
+/// `name` changes its event name**: rows already written under the old one then wait, unhandled.
+/// Pin the old name before renaming the type:
+///
+/// ```
+/// # use outbox_core::OutboxEvent;
+/// # use serde::{Deserialize, Serialize};
+/// #[derive(Serialize, Deserialize, OutboxEvent)]
+/// #[outbox(name = "order.paid")]
+/// struct OrderSettled {
+///     order_id: u64,
+/// }
+/// ```
+///
+/// # Keys
+///
+/// A template is text with fields in braces. `{line.sku}` is a field of a field, `{0}` a field of a
+/// tuple struct; `{{` and `}}` are braces. A field is shown with its `Display`, and there is no
+/// format spec.
+///
+/// ```
+/// # use outbox_core::OutboxEvent;
+/// # use serde::{Deserialize, Serialize};
+/// #[derive(Serialize, Deserialize, OutboxEvent)]
+/// #[outbox(dedup_key = "{order}:{line.sku}")]
+/// struct LineAdded {
+///     order: String,
+///     line: Line,
+/// }
+///
+/// #[derive(Serialize, Deserialize)]
+/// struct Line {
+///     sku: String,
+/// }
+///
+/// let event = |order: &str, sku: &str| LineAdded {
+///     order: order.to_owned(),
+///     line: Line { sku: sku.to_owned() },
+/// };
+/// assert_eq!(event("7", "b:c").dedup_key().unwrap(), "7:b:c");
+///
+/// // What ends a field is escaped in it, so that different fields never give one key.
+/// assert_eq!(event("7:b", "c").dedup_key().unwrap(), r"7\:b:c");
+/// ```
+///
+/// `#[outbox(dedup)]` on fields `a` and `b` is the template `{a}:{b}`, in the order of their
+/// declaration; adding or moving a marked field changes the key. A field without `Display`, such as
+/// an `Option`, needs a function. It returns `String`, `&str` or, where some events have no key,
+/// `Option<String>`:
+///
+/// ```
+/// # use outbox_core::OutboxEvent;
+/// # use serde::{Deserialize, Serialize};
+/// #[derive(Serialize, Deserialize, OutboxEvent)]
+/// #[outbox(dedup_with = Self::request)]
+/// struct RefundAsked {
+///     request_id: Option<u64>,
+/// }
+///
+/// impl RefundAsked {
+///     fn request(&self) -> Option<String> {
+///         self.request_id.map(|id| id.to_string())
+///     }
+/// }
+/// ```
+///
+/// # The variant of an enum is not part of its keys
+///
+/// The fields of a template must be in every variant, and two variants whose fields are equal have
+/// equal keys: publishing `Cancelled { order_id: 7 }` after `Paid { order_id: 7 }` is then a
+/// duplicate. To have the variant in the key, write it in a function and name that in `dedup_with`.
+///
+/// # Generics
+///
+/// A type parameter gets the bounds `Send + Sync + 'static`, and serde's `Serialize` and
+/// `DeserializeOwned` unless it stands in `PhantomData` alone; a field in a key whose type has a
+/// parameter in it gets `Display`. What else is needed goes into the type's where-clause.
+///
+/// All instantiations have one event name. Two of them in one registry are refused when it is
+/// built, so give each its own type as soon as a second is needed.
+///
+/// # What is generated
+///
+/// ```ignore
+/// const _: () = {
+///     const _: () = assert!("order.paid".len() <= EVENT_NAME_MAX, "..");
+///     impl OutboxEvent for OrderPaid {
+///         type Output = ReceiptId;
+///         const NAME: &'static str = "order.paid";
+///         const PRIORITY: Priority = Priority::High;
+///         const MAX_ATTEMPTS: Option<NonZeroU32> = Some(..);
+///         const TIMEOUT: Option<Duration> = Some(Duration::new(10, 0));
+///         fn dedup_key(&self) -> Option<String> {
+///             Some(KeyBuilder::new().last_field(&self.order_id).finish())
+///         }
+///         fn ordering_key(&self) -> Option<String> {
+///             Some(KeyBuilder::new().literal("customer:").last_field(&self.customer_id).finish())
+///         }
+///     }
+/// };
+/// ```
+///
+/// Every name in it is written as an absolute path, so nothing has to be in scope. Nothing is
+/// registered behind your back, and nothing in it can panic.
+///
+/// # Compile errors
+///
+/// All mistakes of one type are reported in one compile, each at the token that is wrong. Beside
+/// them stands an impl, so that a use of the type is not reported too. Besides the column *refused*
+/// above:
+///
+/// - ``the trait bound `OrderPaid: serde::Serialize` is not satisfied``: add serde's derives.
+/// - ``an outbox event cannot borrow``: the type has a lifetime parameter. A stored event outlives
+///   every borrow.
+/// - ``unknown field `oder_id` in the key``: the message lists the fields there are.
+/// - ``every event would have the same key``: a template without a field.
+/// - ``nothing stands between ..``: two fields side by side. `("a", "bc")` and `("ab", "c")` would
+///   have one key.
+/// - `` `Vec<u64>` doesn't implement `Display` ``: a field in a key has no one way to be shown; use
+///   `dedup_with` or `ordering_with`.
+/// - ``the event name is too long``: write a shorter `name`.
+///
+/// ```compile_fail
+/// # use outbox_core::OutboxEvent;
+/// # use serde::{Deserialize, Serialize};
+/// #[derive(Serialize, Deserialize, OutboxEvent)]
+/// #[outbox(dedup_key = "{oder_id}")] // unknown field `oder_id` in the key
+/// struct OrderPaid {
+///     order_id: u64,
+/// }
+/// ```
 #[proc_macro_derive(OutboxEvent, attributes(outbox))]
 pub fn derive_outbox_event(input: proc_macro::TokenStream) -> proc_macro::TokenStream {
     let input = syn::parse_macro_input!(input as syn::DeriveInput);
     expand::derive(&input).into()
 }
+
+#[cfg(test)]
+mod tests;

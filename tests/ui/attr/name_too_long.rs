@@ -2,7 +2,9 @@ use outbox_core::OutboxEvent;
 use serde::{Deserialize, Serialize};
 
 #[derive(Serialize, Deserialize, OutboxEvent)]
-#[outbox(name = "order.xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx")]
+#[outbox(
+    name = "order.xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
+)]
 struct OrderPaid {
     order_id: u64,
     customer_id: u64,

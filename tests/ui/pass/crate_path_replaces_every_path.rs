@@ -89,7 +89,13 @@ mod fake {
 use fake::__private::OutboxEvent;
 
 #[derive(Serialize, Deserialize, outbox_core::OutboxEvent)]
-#[outbox(version = 2, priority = "high", max_attempts = 3, timeout = "1s", retention = "1d")]
+#[outbox(
+    version = 2,
+    priority = "high",
+    max_attempts = 3,
+    timeout = "1s",
+    retention = "1d"
+)]
 #[outbox(backoff(), dedup_key = "{part}", ordering_with = key, crate = crate::fake)]
 struct OrderPaid<T> {
     part: T,
@@ -109,6 +115,9 @@ fn main() {
     assert_eq!(OutboxEvent::dedup_key(&paid).as_deref(), Some("fake"));
     assert_eq!(OutboxEvent::ordering_key(&paid), None);
     assert_eq!(<OrderPaid<u8> as OutboxEvent>::VERSION.get(), u32::MAX);
-    assert_eq!(<OrderPaid<u8> as OutboxEvent>::PRIORITY, fake::__private::Priority::High);
+    assert_eq!(
+        <OrderPaid<u8> as OutboxEvent>::PRIORITY,
+        fake::__private::Priority::High
+    );
     assert!(<OrderPaid<u8> as OutboxEvent>::TIMEOUT.is_some());
 }

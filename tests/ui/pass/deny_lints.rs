@@ -2,7 +2,13 @@
 //! clippy, which does not look here.)
 
 #![deny(warnings, missing_docs, unreachable_pub, unused_qualifications)]
-#![deny(rust_2018_idioms, single_use_lifetimes, trivial_casts, unused_lifetimes, unused_results)]
+#![deny(
+    rust_2018_idioms,
+    single_use_lifetimes,
+    trivial_casts,
+    unused_lifetimes,
+    unused_results
+)]
 
 use std::time::Duration;
 

@@ -73,7 +73,13 @@ fn main() {
     };
     assert_eq!(event(&changed).0.as_deref(), Some(r"a\:b:2"));
 
-    let tagged: Tagged<u8, 3> = Tagged(Id { number: 5, of: PhantomData }, [0; 4]);
+    let tagged: Tagged<u8, 3> = Tagged(
+        Id {
+            number: 5,
+            of: PhantomData,
+        },
+        [0; 4],
+    );
     assert_eq!(event(&tagged).1.as_deref(), Some("5"));
 
     let moved: Moved<NotSerialisable, NotSerialisable> = Moved {

@@ -1,6 +1,12 @@
 //! Everything generated code could mean by accident is something else here.
 
-#![allow(dead_code, non_snake_case, non_upper_case_globals, non_camel_case_types, unused_macros)]
+#![allow(
+    dead_code,
+    non_snake_case,
+    non_upper_case_globals,
+    non_camel_case_types,
+    unused_macros
+)]
 
 mod std {}
 mod core {}
@@ -53,8 +59,13 @@ fn key<T>(_: &OrderPaid<T>) -> &'static ::std::primitive::str {
 #[derive(::serde::Serialize, ::serde::Deserialize, ::outbox_core::OutboxEvent)]
 #[outbox(dedup_key = "{id}")]
 enum Changed {
-    Some { id: ::std::primitive::u8 },
-    None { id: ::std::primitive::u8, __key_id: ::std::primitive::u8 },
+    Some {
+        id: ::std::primitive::u8,
+    },
+    None {
+        id: ::std::primitive::u8,
+        __key_id: ::std::primitive::u8,
+    },
 }
 
 /// Primitives too. Serde's derives do not stand that, so its impls are outside.
@@ -68,7 +79,13 @@ mod primitives {
     struct bool;
 
     #[derive(::outbox_core::OutboxEvent)]
-    #[outbox(dedup_key = "{0}:{0}", version = 2, max_attempts = 3, backoff(), timeout = "1s")]
+    #[outbox(
+        dedup_key = "{0}:{0}",
+        version = 2,
+        max_attempts = 3,
+        backoff(),
+        timeout = "1s"
+    )]
     pub struct Counted(pub ::std::primitive::u8);
 }
 

@@ -3,7 +3,12 @@
 #![no_implicit_prelude]
 
 #[derive(::serde::Serialize, ::serde::Deserialize, ::outbox_core::OutboxEvent)]
-#[outbox(dedup_key = "{order_id}:{part}", version = 2, priority = "critical", max_attempts = 3)]
+#[outbox(
+    dedup_key = "{order_id}:{part}",
+    version = 2,
+    priority = "critical",
+    max_attempts = 3
+)]
 #[outbox(backoff(), timeout = "1s", retention = "0s", ordering_with = key)]
 struct OrderPaid<T> {
     order_id: u64,
@@ -28,8 +33,14 @@ fn main() {
         order_id: 7,
         part: 1_u8,
     };
-    ::std::assert_eq!(paid.dedup_key().as_deref(), ::std::option::Option::Some("7:1"));
+    ::std::assert_eq!(
+        paid.dedup_key().as_deref(),
+        ::std::option::Option::Some("7:1")
+    );
     for changed in [Changed::One(1), Changed::Two(1)] {
-        ::std::assert_eq!(changed.dedup_key().as_deref(), ::std::option::Option::Some("1"));
+        ::std::assert_eq!(
+            changed.dedup_key().as_deref(),
+            ::std::option::Option::Some("1")
+        );
     }
 }

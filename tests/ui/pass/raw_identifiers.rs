@@ -6,12 +6,13 @@ use outbox_core::OutboxEvent;
 use serde::{Deserialize, Serialize};
 
 #[derive(Serialize, Deserialize, OutboxEvent)]
-#[outbox(dedup_key = "{type}:{move.match}:{order}")]
+#[outbox(dedup_key = "{type}:{move.match}:{order}:{gen}")]
 struct r#try {
     r#type: u8,
     r#move: Move,
     // Raw without need.
     r#order: u8,
+    r#gen: u8,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -30,9 +31,10 @@ fn main() {
         r#type: 1,
         r#move: Move { r#match: 2 },
         order: 3,
+        r#gen: 4,
     };
     assert_eq!(r#try::NAME, "try");
-    assert_eq!(event.dedup_key().as_deref(), Some("1:2:3"));
+    assert_eq!(event.dedup_key().as_deref(), Some("1:2:3:4"));
     assert_eq!(Changed::<u8>::NAME, "changed");
     let changed = Changed::Self_ { r#in: 4 };
     assert_eq!(changed.dedup_key().as_deref(), Some("4"));

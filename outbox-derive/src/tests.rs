@@ -1,0 +1,166 @@
+//! The expansion of every input shape, for a reviewer to read; and that every key is documented
+//! and tested.
+
+use std::fs;
+use std::path::Path;
+
+use crate::attr::{FIELD_KEYS, TYPE_KEYS};
+use crate::expand;
+
+#[track_caller]
+fn expanded(source: &str) -> String {
+    let ast = syn::parse_str(source).unwrap();
+    let file = syn::parse2(expand::derive(&ast)).unwrap();
+    prettyplease::unparse(&file)
+}
+
+/// After a change on purpose, `INSTA_UPDATE=always` writes the snapshots anew.
+macro_rules! snapshot {
+    ($name:ident, $source:literal) => {
+        #[test]
+        fn $name() {
+            let settings = insta::Settings::clone_current();
+            settings.bind(|| {
+                insta::assert_snapshot!(stringify!($name), expanded($source), $source);
+            });
+        }
+    };
+}
+
+snapshot!(a_unit_struct, "struct CacheCleared;");
+
+snapshot!(
+    a_struct_with_every_constant,
+    r#"
+    #[outbox(name = "shop.order-paid", version = 2, priority = "high", max_attempts = 8)]
+    #[outbox(backoff(max = "1h"), timeout = "1500ms", retention = "7d", output = Vec<ReceiptId>)]
+    struct OrderPaid { order_id: u64 }
+    "#
+);
+
+snapshot!(
+    a_struct_with_templates,
+    r#"
+    #[outbox(dedup_key = "order:{order_id}:{line.sku}", ordering_key = "{type}!")]
+    struct OrderPaid { order_id: u64, line: Line, r#type: String }
+    "#
+);
+
+snapshot!(
+    a_tuple_struct_with_marked_fields,
+    "struct OrderPaid(#[outbox(dedup, ordering)] u64, String, #[outbox(dedup)] u8);"
+);
+
+snapshot!(
+    a_struct_with_key_functions,
+    "
+    #[outbox(dedup_with = Self::key, ordering_with = crate::keys::customer)]
+    struct OrderPaid { order_id: u64 }
+    "
+);
+
+snapshot!(
+    an_enum_with_a_template,
+    r#"
+    #[outbox(dedup_key = "{0}:{1.sku}:{0}")]
+    enum OrderChanged { Paid(u64, Line), Cancelled(u64, Line, String) }
+    "#
+);
+
+snapshot!(
+    a_generic_struct,
+    r#"
+    #[outbox(dedup_key = "{id}:{of}")]
+    struct Changed<T: Clone, K = u64, P = (), const N: usize = 4> where K: Copy {
+        id: K,
+        of: Id<P>,
+        marker: PhantomData<P>,
+        after: [T; N],
+    }
+    "#
+);
+
+snapshot!(
+    a_deprecated_struct,
+    r#"
+    #[deprecated]
+    struct OrderPaid { order_id: u64 }
+    "#
+);
+
+snapshot!(
+    another_crate_path,
+    r#"
+    #[outbox(crate = ::shop::outbox, dedup_key = "{id}", backoff(), timeout = "1s")]
+    struct Changed<T> { id: T }
+    "#
+);
+
+snapshot!(
+    a_stub_beside_errors,
+    r#"
+    #[outbox(version = 0, output = ReceiptId, crate = crate::outbox, dedup_key = "{id}")]
+    struct Changed<T> { after: T }
+    "#
+);
+
+snapshot!(
+    no_stub_beside_a_borrow,
+    "struct OrderPaid<'a> { customer: &'a str }"
+);
+
+snapshot!(no_stub_beside_a_union, "union OrderPaid { order_id: u64 }");
+
+#[test]
+fn with_a_crate_path_nothing_else_is_named() {
+    let source = r#"
+        #[outbox(crate = ::shop, version = 2, priority = "low", max_attempts = 1, backoff())]
+        #[outbox(timeout = "1s", retention = "1s", dedup_key = "{id}:x", ordering_with = key)]
+        struct Changed<T> { id: T }
+    "#;
+    assert!(!expanded(source).contains("outbox_core"));
+}
+
+/// What is under `ui/` of the workspace's test crate, if its name ends in `suffix`.
+fn ui(folder: &str, suffix: &str) -> Vec<String> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../tests/ui")
+        .join(folder);
+    let mut texts = Vec::new();
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.to_str().unwrap().ends_with(suffix) {
+            texts.push(fs::read_to_string(path).unwrap());
+        }
+    }
+    texts
+}
+
+#[test]
+fn every_key_is_documented_and_both_its_use_and_its_misuse_are_tested() {
+    let docs = include_str!("lib.rs");
+    let passing = ui("pass", ".rs");
+    let failing = ui("attr", ".stderr");
+    for key in TYPE_KEYS.iter().chain(&FIELD_KEYS) {
+        assert!(docs.contains(&format!("/// | `{key}` | ")), "docs: {key}");
+
+        let used = |line: &str| {
+            let words = line.split(|c: char| !c.is_alphanumeric() && c != '_');
+            line.trim().starts_with("#[outbox(") && words.into_iter().any(|word| word == *key)
+        };
+        assert!(
+            passing.iter().any(|text| text.lines().any(used)),
+            "pass: {key}"
+        );
+
+        // The message about the key, not the one that lists all of them.
+        let blamed = |line: &str| {
+            let named = line.contains(&format!("`{key}`"));
+            line.starts_with("error: ") && named && !line.contains("; the keys")
+        };
+        assert!(
+            failing.iter().any(|text| text.lines().any(blamed)),
+            "fail: {key}"
+        );
+    }
+}

@@ -1,0 +1,62 @@
+//! Generated code gives clippy nothing to say. rustc's lints are in `tests/ui/pass/deny_lints.rs`.
+#![deny(
+    clippy::all,
+    clippy::pedantic,
+    clippy::nursery,
+    clippy::unwrap_used,
+    clippy::panic
+)]
+#![deny(
+    clippy::absolute_paths,
+    clippy::arithmetic_side_effects,
+    clippy::indexing_slicing
+)]
+#![deny(clippy::allow_attributes, clippy::allow_attributes_without_reason)]
+#![deny(warnings, unused_qualifications, missing_docs)]
+
+use std::time::Duration;
+
+use outbox_core::{OutboxEvent, Priority};
+use serde::{Deserialize, Serialize};
+
+#[derive(Deserialize, OutboxEvent, Serialize)]
+#[outbox(name = "order.paid", version = 2, priority = "high", max_attempts = 3)]
+#[outbox(dedup_key = "{order_id}:{part}", ordering_with = ordering, timeout = "1s")]
+#[outbox(backoff(base = "1s", max = "2s", jitter = 1), retention = "1d")]
+struct OrderPaid<T> {
+    order_id: String,
+    part: T,
+}
+
+const fn ordering<T>(_: &OrderPaid<T>) -> Option<String> {
+    None
+}
+
+#[derive(Deserialize, OutboxEvent, Serialize)]
+#[outbox(dedup_key = "{id}")]
+enum Changed {
+    Added { id: u64 },
+    Removed { id: u64 },
+}
+
+#[deprecated = "there is a new one"]
+#[expect(dead_code, reason = "a use of it would be deprecated")]
+#[derive(Deserialize, OutboxEvent, Serialize)]
+#[outbox(dedup_key = "{id}")]
+struct OldEvent {
+    id: u64,
+}
+
+#[test]
+fn what_is_linted_here_is_in_use() {
+    assert_eq!(OrderPaid::<u8>::PRIORITY, Priority::High);
+    assert_eq!(OrderPaid::<u8>::TIMEOUT, Some(Duration::from_secs(1)));
+    let paid = OrderPaid {
+        order_id: "a".to_owned(),
+        part: 1,
+    };
+    assert_eq!(paid.dedup_key().as_deref(), Some("a:1"));
+    for changed in [Changed::Added { id: 1 }, Changed::Removed { id: 1 }] {
+        assert_eq!(changed.dedup_key().as_deref(), Some("1"));
+    }
+}
