@@ -1,15 +1,16 @@
-//! `#[outbox(..)]`: from tokens to settings, each checked as far as it can be alone.
+//! `#[outbox(..)]`: from tokens to settings. Which keys there are, where they may stand, and that
+//! each stands there once. `value` reads what is behind the `=`.
 
 use proc_macro2::{Ident, Span, TokenTree};
 use syn::meta::ParseNestedMeta;
 use syn::parse::{ParseStream, Parser as _};
 use syn::spanned::Spanned as _;
-use syn::{Attribute, ExprPath, Lit, LitStr, Meta, Path, Token, Type, parenthesized, token};
+use syn::{Attribute, ExprPath, LitStr, Meta, Path, Token, Type, parenthesized, token};
 
 use crate::ctxt::Ctxt;
 use crate::duration::DurationLit;
 use crate::key_template::Template;
-use crate::name;
+use crate::{name, value};
 
 /// The keys of a type's attribute, in the order in which they are documented.
 pub(crate) const TYPE_KEYS: [&str; 13] = [
@@ -61,6 +62,8 @@ pub(crate) struct BackoffAttr {
     pub(crate) base: Option<DurationLit>,
     pub(crate) max: Option<DurationLit>,
     pub(crate) jitter: Option<f64>,
+    /// Every part seen, also those whose value was wrong.
+    pub(crate) seen: Keys,
 }
 
 /// What stands in the attributes of a field: where `dedup` and `ordering` are, if they are.
@@ -93,26 +96,26 @@ impl TypeAttrs {
         self.seen.add(key)?;
         match name.as_str() {
             "name" => {
-                let literal = string(key, input, "such as `\"order.paid\"`")?;
+                let literal = value::string(key, input, "such as `\"order.paid\"`")?;
                 name::check(&literal)?;
                 self.name = Some(literal);
             }
-            "version" => self.version = Some(positive(key, input)?),
+            "version" => self.version = Some(value::positive(key, input)?),
             "dedup_key" | "ordering_key" => {
-                let literal = string(key, input, "such as `\"{id}\"`")?;
+                let literal = value::string(key, input, "such as `\"{id}\"`")?;
                 self.set_key_source(key, KeySource::Template(Template::parse(&literal)?))?;
             }
             "dedup_with" | "ordering_with" => {
-                let function = function(key, input)?;
+                let function = value::function(key, input)?;
                 self.set_key_source(key, KeySource::Function(function))?;
             }
-            "priority" => self.priority = Some(priority(key, input)?),
-            "max_attempts" => self.max_attempts = Some(positive(key, input)?),
+            "priority" => self.priority = Some(value::priority(key, input)?),
+            "max_attempts" => self.max_attempts = Some(value::positive(key, input)?),
             "backoff" => self.backoff = Some(BackoffAttr::read(cx, key, input)?),
-            "timeout" => self.timeout = Some(positive_duration(key, input)?),
-            "retention" => self.retention = Some(duration(key, input)?),
-            "output" => self.output = Some(output(key, input)?),
-            _ => self.krate = Some(crate_path(key, input)?),
+            "timeout" => self.timeout = Some(value::positive_duration(key, input)?),
+            "retention" => self.retention = Some(value::duration(key, input)?),
+            "output" => self.output = Some(value::output(key, input)?),
+            _ => self.krate = Some(value::crate_path(key, input)?),
         }
         Ok(())
     }
@@ -186,19 +189,18 @@ impl BackoffAttr {
         let parts;
         parenthesized!(parts in input);
         let mut read = Self::default();
-        let mut seen = Keys::default();
         let parse = |meta: ParseNestedMeta<'_>| {
             recover(cx, &meta, |_, part, input| {
                 if !BACKOFF_PARTS.iter().any(|known| part == known) {
                     return Err(unknown(part, "the keys in `backoff`", &BACKOFF_PARTS));
                 }
-                seen.add(part)?;
+                read.seen.add(part)?;
                 if part == "base" {
-                    read.base = Some(positive_duration(part, input)?);
+                    read.base = Some(value::positive_duration(part, input)?);
                 } else if part == "max" {
-                    read.max = Some(positive_duration(part, input)?);
+                    read.max = Some(value::positive_duration(part, input)?);
                 } else {
-                    read.jitter = Some(jitter(part, input)?);
+                    read.jitter = Some(value::jitter(part, input)?);
                 }
                 Ok(())
             })
@@ -207,9 +209,6 @@ impl BackoffAttr {
         Ok(read)
     }
 }
-
-const KEYS_ON_A_FIELD: &str = "the keys on a field";
-const BACKOFF_PARTS: [&str; 3] = ["base", "max", "jitter"];
 
 /// Calls `read` for every key in every `#[outbox(..)]` of `attrs`.
 fn for_each_key(
@@ -292,127 +291,5 @@ fn unknown(key: &Ident, whose: &str, known: &[&str]) -> syn::Error {
     syn::Error::new(key.span(), text)
 }
 
-/// The error for a value that is missing or of the wrong kind.
-fn wrong_value(span: Span, key: &Ident, expected: &str) -> syn::Error {
-    syn::Error::new(span, format!("`{key}` must be {expected}"))
-}
-
-/// Reads the `=` before a value.
-fn equals(key: &Ident, input: ParseStream<'_>, expected: &str) -> syn::Result<()> {
-    let equals = input.parse::<Token![=]>();
-    if equals.is_err() || input.is_empty() || input.peek(Token![,]) {
-        return Err(wrong_value(key.span(), key, expected));
-    }
-    Ok(())
-}
-
-fn literal(key: &Ident, input: ParseStream<'_>, expected: &str) -> syn::Result<Lit> {
-    equals(key, input, expected)?;
-    let span = input.span();
-    input.parse().map_err(|_| wrong_value(span, key, expected))
-}
-
-fn string(key: &Ident, input: ParseStream<'_>, example: &str) -> syn::Result<LitStr> {
-    let expected = format!("a string literal, {example}");
-    match literal(key, input, &expected)? {
-        Lit::Str(literal) => Ok(literal),
-        other => Err(wrong_value(other.span(), key, &expected)),
-    }
-}
-
-fn positive(key: &Ident, input: ParseStream<'_>) -> syn::Result<u32> {
-    let expected = "an integer from 1 to 4294967295, without quotes";
-    let literal = literal(key, input, expected)?;
-    match &literal {
-        Lit::Int(int) => int.base10_parse().ok().filter(|&n: &u32| n > 0),
-        _ => None,
-    }
-    .ok_or_else(|| wrong_value(literal.span(), key, expected))
-}
-
-fn jitter(key: &Ident, input: ParseStream<'_>) -> syn::Result<f64> {
-    let expected = "a number from 0 to 1, such as `0.2`";
-    let literal = literal(key, input, expected)?;
-    let number = match &literal {
-        Lit::Float(float) => float.base10_parse().ok(),
-        Lit::Int(int) => int.base10_parse().ok(),
-        _ => None,
-    };
-    number
-        .filter(|number| (0.0..=1.0).contains(number))
-        .ok_or_else(|| wrong_value(literal.span(), key, expected))
-}
-
-fn duration(key: &Ident, input: ParseStream<'_>) -> syn::Result<DurationLit> {
-    let expected = "a duration in quotes, such as `\"30s\"`";
-    match literal(key, input, expected)? {
-        Lit::Str(literal) => DurationLit::parse(&literal),
-        other => Err(wrong_value(other.span(), key, expected)),
-    }
-}
-
-fn positive_duration(key: &Ident, input: ParseStream<'_>) -> syn::Result<DurationLit> {
-    let duration = duration(key, input)?;
-    if duration.value.is_zero() {
-        return Err(wrong_value(duration.span, key, "longer than zero"));
-    }
-    Ok(duration)
-}
-
-fn priority(key: &Ident, input: ParseStream<'_>) -> syn::Result<Ident> {
-    let expected = "one of `\"low\"`, `\"normal\"`, `\"high\"` and `\"critical\"`";
-    let literal = literal(key, input, expected)?;
-    let variant = match &literal {
-        Lit::Str(level) => match level.value().as_str() {
-            "low" => Some("Low"),
-            "normal" => Some("Normal"),
-            "high" => Some("High"),
-            "critical" => Some("Critical"),
-            _ => None,
-        },
-        _ => None,
-    };
-    variant
-        .map(|variant| Ident::new(variant, Span::call_site()))
-        .ok_or_else(|| wrong_value(literal.span(), key, expected))
-}
-
-fn function(key: &Ident, input: ParseStream<'_>) -> syn::Result<ExprPath> {
-    let expected = "the path of a function, without quotes, such as `Self::key`";
-    equals(key, input, expected)?;
-    let span = input.span();
-    input.parse().map_err(|_| wrong_value(span, key, expected))
-}
-
-fn output(key: &Ident, input: ParseStream<'_>) -> syn::Result<Type> {
-    let expected = "a type, without quotes, such as `ReceiptId`";
-    equals(key, input, expected)?;
-    let span = input.span();
-    input.parse().map_err(|_| wrong_value(span, key, expected))
-}
-
-fn crate_path(key: &Ident, input: ParseStream<'_>) -> syn::Result<Path> {
-    let expected = "a path, without quotes, such as `::outbox_core`";
-    equals(key, input, expected)?;
-    let span = input.span();
-    let path = input
-        .call(Path::parse_mod_style)
-        .map_err(|_| wrong_value(span, key, expected))?;
-    let first = path.segments.first().map(|segment| &segment.ident);
-    let from_root = first.is_some_and(|first| first == "crate" || first == "$crate");
-    if path.leading_colon.is_some() || from_root {
-        return Ok(path);
-    }
-    let segments = path
-        .segments
-        .iter()
-        .map(|segment| segment.ident.to_string());
-    let written = segments.collect::<Vec<_>>().join("::");
-    let instead = if first.is_some_and(|first| first == "self" || first == "super") {
-        "begin it at `crate::`".to_owned()
-    } else {
-        format!("write `::{written}` for a crate, or `crate::{written}` for a module of this one")
-    };
-    let text = format!("`crate` must be an absolute path, not `{written}`; {instead}");
-    Err(syn::Error::new(span, text))
-}
+const KEYS_ON_A_FIELD: &str = "the keys on a field";
+const BACKOFF_PARTS: [&str; 3] = ["base", "max", "jitter"];

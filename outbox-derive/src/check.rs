@@ -193,6 +193,11 @@ pub(crate) fn shown(member: &Member) -> String {
 
 fn backoff(cx: &mut Ctxt, input: &Input<'_>) -> Option<Backoff> {
     let attr = input.attrs.backoff.as_ref()?;
+    let refused = |part, read: bool| !read && attr.seen.contains(part);
+    if refused("base", attr.base.is_some()) || refused("max", attr.max.is_some()) {
+        // A default in its place could be refused too, for a mistake already reported.
+        return None;
+    }
     let base = attr.base.as_ref().map_or(DEFAULT_BASE, |base| base.value);
     let max = attr.max.as_ref().map_or(DEFAULT_MAX, |max| max.value);
     if base > max {

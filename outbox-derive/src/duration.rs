@@ -46,7 +46,8 @@ fn parse(text: &str) -> Result<Duration, String> {
         "" => return Err(format!("`{shown}` has no unit; the units are {UNITS}")),
         _ if unit.starts_with('.') => {
             return Err(format!(
-                "`{shown}` is not a whole number of its unit; use a smaller one, such as `1500ms` for 1.5 seconds"
+                "`{shown}` is not a whole number of its unit; use a smaller one, \
+                 such as `1500ms` for 1.5 seconds"
             ));
         }
         _ => {

@@ -198,7 +198,9 @@ fn call(function: &ExprPath, private: &TokenStream) -> TokenStream {
     quote!(#private::IntoKey::into_key(#call))
 }
 
-/// `Self::Paid { order_id: __key_order_id, .. } => Some(..)`. Braces with indices fit tuple variants too.
+/// `Self::Paid { order_id: __key_order_id, .. } => Some(..)`.
+///
+/// A pattern with braces fits tuple variants too: `Self::Paid { 0: __key_0, .. }`.
 fn arm(variant: &Ident, template: &Template, private: &TokenStream) -> TokenStream {
     // A pattern may bind a field once, however often the template shows it.
     let mut roots: Vec<&Member> = Vec::new();

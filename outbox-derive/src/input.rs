@@ -2,8 +2,7 @@
 
 use proc_macro2::Span;
 use syn::{
-    Attribute, Data, DataEnum, DeriveInput, Fields, GenericParam, Generics, Ident, Index, Member,
-    Type, Variant,
+    Attribute, Data, DataEnum, DeriveInput, Fields, Generics, Ident, Index, Member, Type, Variant,
 };
 
 use crate::attr::{self, FieldAttrs, TypeAttrs};
@@ -36,18 +35,6 @@ pub(crate) struct Field<'a> {
 impl<'a> Input<'a> {
     pub(crate) fn read(cx: &mut Ctxt, ast: &'a DeriveInput) -> Self {
         let attrs = TypeAttrs::read(cx, &ast.attrs);
-        for param in &ast.generics.params {
-            let attrs = match param {
-                GenericParam::Type(param) => &param.attrs,
-                GenericParam::Const(param) => &param.attrs,
-                GenericParam::Lifetime(param) => &param.attrs,
-            };
-            attr::refuse(
-                cx,
-                attrs,
-                "`outbox` belongs on the type, not on a parameter",
-            );
-        }
         for param in ast.generics.lifetimes() {
             cx.push(syn::Error::new(
                 param.lifetime.span(),

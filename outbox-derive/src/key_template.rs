@@ -10,7 +10,8 @@ use syn::{Index, LitStr, Member};
 /// A key as fields and the text between them. No two fields are next to each other.
 pub(crate) struct Template {
     pub(crate) pieces: Vec<Piece>,
-    /// Where a message about the template points.
+    /// Where a message about the template points: the whole literal, because a span inside it is
+    /// not to be had on stable.
     pub(crate) span: Span,
 }
 

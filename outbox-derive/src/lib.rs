@@ -1,6 +1,6 @@
 //! `#[derive(OutboxEvent)]`, re-exported by `outbox-core` beside the trait.
 //!
-//! One stage per file: `attr` and `input` read, `check` asks what only the whole can answer,
+//! One stage per file: `input` and `attr` read, `check` asks what only the whole can answer,
 //! `expand` writes the impl, and `fallback` what stands beside an error. `ctxt` carries the errors.
 //! `expand::derive` is the whole way in ten lines.
 #![deny(
@@ -13,12 +13,14 @@
 
 mod expand;
 
-mod attr;
 mod input;
+
+mod attr;
 
 mod duration;
 mod key_template;
 mod name;
+mod value;
 
 mod check;
 mod ctxt;
@@ -54,7 +56,7 @@ mod generics;
 /// | `version` | an integer: the version of the payload's shape | 1 | 0 |
 /// | `dedup_key` | a [key template](#keys) | no key: nothing is a duplicate | a template that names an unknown field, or is ambiguous |
 /// | `dedup_with` | the path of a function from `&Self` to the key | no key | together with `dedup_key` or `dedup` |
-/// | `ordering_key` | a [key template](#keys) | no key: no order | as for `dedup_key` |
+/// | `ordering_key` | a [key template](#keys) | no key | as for `dedup_key` |
 /// | `ordering_with` | the path of a function from `&Self` to the key | no key | together with `ordering_key` or `ordering` |
 /// | `priority` | `"low"`, `"normal"`, `"high"` or `"critical"` | `"normal"` | another level |
 /// | `max_attempts` | an integer: how often a handler may be started | the publishing outbox's setting | 0 |
