@@ -1,0 +1,283 @@
+//! The contract that every store must keep, as tests.
+//!
+//! A case is a fact, and its name says it; its documentation cites the promise by the number it
+//! has in [`Store`]. Expected values are written by hand. No case sleeps: where time has to
+//! pass, the [`Harness`] moves the row.
+//!
+//! A store runs them all with [`store_contract!`](crate::store_contract), which makes one test
+//! of each:
+//!
+//! ```
+//! use outbox_core::testing::MemoryStore;
+//! use outbox_core::testing::contract::Harness;
+//!
+//! struct InMemory(MemoryStore);
+//!
+//! impl Harness for InMemory {
+//!     type Store = MemoryStore;
+//!
+//!     fn store(&self) -> &MemoryStore {
+//!         &self.0
+//!     }
+//!
+//!     async fn expire_lease(&self, row: i64) {
+//!         self.0.expire_lease(row);
+//!     }
+//!
+//!     async fn make_due(&self, row: i64) {
+//!         self.0.make_due(row);
+//!     }
+//!
+//!     async fn expire_retention(&self, row: i64) {
+//!         self.0.expire_retention(row);
+//!     }
+//! }
+//!
+//! outbox_core::store_contract!(InMemory(MemoryStore::new()));
+//! ```
+//!
+//! A case that is not in the list of `store_contract!` would never run, so a test of this crate
+//! compares the two.
+
+#![allow(
+    clippy::missing_panics_doc,
+    clippy::unwrap_used,
+    reason = "a case is a test, and panicking is how it fails"
+)]
+
+pub mod claim;
+pub mod dedup;
+pub mod lease;
+pub mod publish;
+pub mod retention;
+pub mod settle;
+pub mod sweep;
+
+mod steps;
+
+use std::future::Future;
+
+use crate::store::Store;
+
+/// What a case needs: an installed outbox of its own, with nothing in it, and hands to move the
+/// columns that only time would move.
+///
+/// The methods that move a row see to it that the database's own clock finds the moment past when
+/// they come back.
+pub trait Harness: Send + Sync {
+    /// The store under test.
+    type Store: Store;
+
+    /// The store.
+    fn store(&self) -> &Self::Store;
+
+    /// The same outbox, as another process sees it. Defaults to a clone of the store, which is
+    /// right where clones share nothing but the database and its connections.
+    fn another_store(&self) -> impl Future<Output = Self::Store> + Send {
+        async { self.store().clone() }
+    }
+
+    /// Ends the lease of an unsettled row. The token stays in the row.
+    fn expire_lease(&self, row: i64) -> impl Future<Output = ()> + Send;
+
+    /// Makes a row due that waits for a retry or a delay. It stays a row that waited.
+    fn make_due(&self, row: i64) -> impl Future<Output = ()> + Send;
+
+    /// Ends the retention of a processed event and of its dedup key, whichever of the two there
+    /// still is. Removes neither.
+    fn expire_retention(&self, row: i64) -> impl Future<Output = ()> + Send;
+
+    /// Comes back when a publisher is likely to wait for another one's commit.
+    ///
+    /// The default lets other tasks run a few times, which is enough in one process. A store
+    /// whose database shows who waits should ask it; the cases hold either way, but without the
+    /// wait they may miss the race they are about.
+    fn publisher_waits(&self) -> impl Future<Output = ()> + Send {
+        async {
+            for _ in 0..64 {
+                tokio::task::yield_now().await;
+            }
+        }
+    }
+}
+
+/// Makes one `#[tokio::test]` of every case of the store contract.
+///
+/// The argument is an expression that makes a fresh
+/// [`Harness`](crate::testing::contract::Harness); it is evaluated once per case and may
+/// `.await`. The crate that uses it needs `tokio` with the features `macros` and `rt`.
+#[macro_export]
+macro_rules! store_contract {
+    ($harness:expr) => {
+        $crate::__store_contract_cases! { [$crate::__store_contract_tests] ($harness) }
+    };
+}
+
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __store_contract_tests {
+    (($harness:expr) $($topic:ident: $($case:ident)+;)+) => {
+        $($(
+            #[::tokio::test]
+            async fn $case() {
+                let harness = $harness;
+                $crate::testing::contract::$topic::$case(&harness).await;
+            }
+        )+)+
+    };
+}
+
+/// The list of all cases, handed to the macro that is named.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __store_contract_cases {
+    ([$($then:tt)+] $argument:tt) => {
+        $($then)+! {
+            $argument
+            publish: an_installed_outbox_passes_its_check
+                a_check_leaves_no_row
+                every_column_is_kept
+                an_event_needs_no_headers_and_no_keys
+                a_payload_comes_out_unchanged_to_the_byte
+                a_large_payload_comes_out_unchanged
+                numbers_ascend_in_input_order
+                a_rolled_back_event_leaves_nothing
+                a_dropped_transaction_leaves_nothing
+                an_uncommitted_event_cannot_be_claimed
+                a_transaction_can_insert_more_than_once
+                a_born_leased_event_is_in_progress
+                a_batch_mixes_leased_delayed_and_due_events
+                a_delayed_event_waits_for_its_due_time
+                a_thousand_events_go_in_and_out
+                empty_input_answers_nothing
+                an_unknown_row_is_not_found;
+            dedup: a_duplicate_is_not_inserted
+                a_duplicate_is_told_the_id
+                keys_are_scoped_by_event_name
+                unkeyed_events_are_never_duplicates
+                keys_are_compared_to_the_byte
+                duplicates_in_a_batch_are_answered_in_input_order
+                a_transaction_meets_its_own_key
+                a_duplicate_leaves_the_transaction_usable
+                a_duplicate_is_told_that_the_event_is_in_progress
+                a_duplicate_of_a_born_leased_event_is_told_so
+                a_duplicate_of_an_expired_lease_is_told_pending
+                a_duplicate_is_told_that_the_event_failed
+                a_duplicate_is_told_the_output
+                a_duplicate_of_an_event_without_output_is_told_none
+                a_key_outlives_an_event_that_is_not_kept
+                a_key_lasts_as_long_as_its_event
+                a_duplicate_is_told_of_the_dead_letter
+                a_key_is_free_again_after_its_retention
+                a_loser_waits_for_the_commit_and_learns_the_id
+                a_waiting_loser_is_inserted_when_the_winner_rolls_back
+                one_of_many_concurrent_publishers_wins
+                batches_with_equal_keys_do_not_deadlock
+                a_duplicate_finds_an_event_that_is_being_settled;
+            claim: a_claim_hands_over_the_event
+                a_claim_takes_no_more_than_its_limit
+                priority_goes_before_number
+                a_batch_prefers_the_higher_priority
+                unknown_names_are_left_alone
+                no_names_claim_nothing
+                a_low_water_mark_bounds_one_priority
+                a_low_water_mark_never_hides_a_waiting_row
+                a_retry_waits_for_its_due_time
+                a_quarter_of_a_batch_is_for_waiting_rows
+                waiting_rows_compete_at_their_priority
+                a_reserve_that_nobody_needs_is_used
+                a_claim_is_exclusive_while_its_lease_lasts
+                concurrent_claims_are_disjoint
+                an_expired_lease_makes_the_row_due_again
+                an_expired_birth_lease_makes_the_row_due_again
+                an_expired_lease_of_a_retry_makes_it_due_again
+                a_row_without_an_attempt_left_is_not_claimed
+                a_claim_by_number_takes_those_rows_only
+                a_claim_by_number_takes_only_what_is_due;
+            lease: a_held_lease_is_verified
+                a_rolled_back_lease_is_not_verified
+                verification_leaves_out_what_is_not_held
+                an_expired_lease_has_nothing_left
+                a_renewal_moves_the_end_of_the_lease
+                a_renewal_changes_nothing_else
+                an_expired_lease_that_nobody_took_can_be_renewed
+                a_stale_token_cannot_renew
+                renewals_are_answered_in_input_order
+                a_released_row_is_due_and_uncharged
+                a_released_birth_lease_is_uncharged
+                a_released_retry_is_still_due
+                an_expired_lease_that_nobody_took_can_be_released
+                a_stale_token_cannot_release
+                a_second_release_is_lost
+                releases_are_answered_in_input_order;
+            settle: a_processed_event_is_kept_with_its_output
+                an_event_processed_without_output_has_none
+                an_output_at_the_limit_is_kept
+                a_processed_event_without_retention_is_gone
+                an_event_without_retention_can_still_fail_and_die
+                a_retry_is_due_after_its_delay
+                a_retry_without_delay_is_due_at_once
+                a_retry_can_succeed
+                a_dead_letter_keeps_everything
+                every_dead_reason_is_kept
+                the_last_ten_failures_are_kept
+                an_error_text_at_the_limit_is_kept
+                an_odd_error_text_is_kept
+                a_stale_token_cannot_settle_as_processed
+                a_stale_token_cannot_settle_as_retry
+                a_stale_token_cannot_settle_as_dead
+                an_expired_lease_that_nobody_took_can_settle
+                a_second_settlement_is_lost
+                a_released_row_cannot_be_settled
+                a_born_leased_row_settles_under_its_token
+                a_mixed_batch_is_answered_in_input_order
+                a_batch_mixes_retentions;
+            sweep: a_sweep_claims_what_is_out_of_attempts
+                a_swept_lease_is_lost_to_its_holder
+                a_swept_row_is_held_until_its_lease_ends
+                a_sweep_takes_what_is_out_of_attempts_whatever_its_name
+                a_sweep_leaves_everything_else_alone
+                a_sweep_counts_what_nobody_here_handles
+                a_sweep_covers_everything_in_chunks
+                an_empty_outbox_is_swept_in_one_chunk
+                a_retry_without_an_attempt_left_is_swept;
+            retention: a_processed_event_goes_after_its_retention
+                a_purge_removes_no_more_than_its_limit
+                a_purge_leaves_everything_unsettled_alone
+                a_purge_takes_each_event_at_its_own_time
+                a_key_without_an_event_goes_after_its_retention;
+        }
+    };
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::Path;
+
+    macro_rules! listed {
+        (() $($topic:ident: $($case:ident)+;)+) => {
+            vec![$($(concat!(stringify!($topic), "::", stringify!($case)).to_owned(),)+)+]
+        };
+    }
+
+    #[test]
+    fn every_case_is_in_the_list() {
+        let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/testing/contract");
+        let mut written = Vec::new();
+        for entry in fs::read_dir(directory).unwrap() {
+            let path = entry.unwrap().path();
+            let topic = path.file_stem().unwrap().to_str().unwrap().to_owned();
+            for line in fs::read_to_string(&path).unwrap().lines() {
+                if let Some(case) = line.strip_prefix("pub async fn ") {
+                    let end = case.find('<').unwrap();
+                    written.push(format!("{topic}::{}", &case[..end]));
+                }
+            }
+        }
+        let mut listed: Vec<String> = crate::__store_contract_cases! { [listed] () };
+        written.sort();
+        listed.sort();
+        assert_eq!(listed, written);
+    }
+}

@@ -1,0 +1,249 @@
+//! What the cases do, in one line each.
+
+use std::num::NonZeroU32;
+use std::time::Duration;
+
+use super::Harness;
+use crate::event::{EventId, Priority};
+use crate::lease::{HeldLease, LeaseToken};
+use crate::outcome::{DeadReason, ErrorText, Outcome};
+use crate::store::{
+    BornLease, ClaimRequest, Claimed, EventRecord, Insertion, LowWater, NewEvent, Settled,
+    Settlement, Store, SweepRequest,
+};
+
+pub(super) const PAID: &str = "order.paid";
+pub(super) const SHIPPED: &str = "order.shipped";
+pub(super) const ALERT: &str = "alert.raised";
+
+/// No rows.
+pub(super) const NOTHING: [i64; 0] = [];
+
+pub(super) const HOUR: Duration = Duration::from_secs(3_600);
+pub(super) const DAY: Duration = Duration::from_secs(86_400);
+
+/// An unkeyed `order.paid`, due at once, with 3 attempts, kept for a day.
+pub(super) fn event() -> NewEvent {
+    NewEvent {
+        name: PAID,
+        version: NonZeroU32::MIN,
+        payload: r#"{"order_id":7}"#.to_owned(),
+        headers: None,
+        dedup_key: None,
+        ordering_key: None,
+        priority: Priority::Normal,
+        max_attempts: count(3),
+        delay: Duration::ZERO,
+        retention: DAY,
+        key_retention: DAY,
+        lease: None,
+    }
+}
+
+pub(super) fn named(name: &'static str) -> NewEvent {
+    NewEvent { name, ..event() }
+}
+
+pub(super) fn keyed(key: &str) -> NewEvent {
+    NewEvent {
+        dedup_key: Some(key.to_owned()),
+        ..event()
+    }
+}
+
+pub(super) fn of_priority(priority: Priority) -> NewEvent {
+    NewEvent {
+        priority,
+        ..event()
+    }
+}
+
+pub(super) fn with_attempts(max_attempts: u32) -> NewEvent {
+    NewEvent {
+        max_attempts: count(max_attempts),
+        ..event()
+    }
+}
+
+pub(super) fn delayed() -> NewEvent {
+    NewEvent {
+        delay: HOUR,
+        ..event()
+    }
+}
+
+/// Held by `publisher` for an hour.
+pub(super) fn born_leased(token: LeaseToken) -> NewEvent {
+    NewEvent {
+        lease: Some(BornLease {
+            token,
+            duration: HOUR,
+            instance: "publisher".into(),
+        }),
+        ..event()
+    }
+}
+
+pub(super) fn count(n: u32) -> NonZeroU32 {
+    NonZeroU32::new(n).expect("cases count from 1")
+}
+
+pub(super) fn processed() -> Outcome {
+    Outcome::Processed { output: None }
+}
+
+pub(super) fn processed_with(output: &str) -> Outcome {
+    Outcome::Processed {
+        output: Some(output.to_owned()),
+    }
+}
+
+/// A retry in an hour.
+pub(super) fn retry(error: &str) -> Outcome {
+    Outcome::Retry {
+        after: HOUR,
+        error: ErrorText::new(&error),
+    }
+}
+
+pub(super) fn dead(reason: DeadReason, error: &str) -> Outcome {
+    Outcome::Dead {
+        reason,
+        error: ErrorText::new(&error),
+    }
+}
+
+/// Inserts `events` in a transaction of their own, which commits.
+pub(super) async fn insert<S: Store>(store: &S, events: &[NewEvent]) -> Vec<Insertion> {
+    let mut tx = store.begin().await.unwrap();
+    let answers = store.insert(&mut tx, events).await.unwrap();
+    store.commit(tx).await.unwrap();
+    answers
+}
+
+/// Publishes events none of which is a duplicate, and answers their row numbers.
+pub(super) async fn publish_all<H: Harness>(h: &H, events: &[NewEvent]) -> Vec<i64> {
+    let answers = insert(h.store(), events).await;
+    answers
+        .iter()
+        .map(|answer| inserted(answer).row())
+        .collect()
+}
+
+pub(super) async fn publish<H: Harness>(h: &H, event: NewEvent) -> i64 {
+    publish_all(h, &[event]).await[0]
+}
+
+#[track_caller]
+pub(super) fn inserted(answer: &Insertion) -> EventId {
+    match answer {
+        Insertion::Inserted(id) => *id,
+        Insertion::Existing(existing) => panic!("a duplicate of {existing:?}"),
+    }
+}
+
+/// A claim of `order.paid` by instance `a`, for an hour, under a new token.
+pub(super) fn request(limit: u32) -> ClaimRequest<'static> {
+    ClaimRequest {
+        limit: count(limit),
+        lease: HOUR,
+        token: LeaseToken::random(),
+        instance: "a",
+        names: &[PAID],
+        low_water: LowWater::BEGINNING,
+    }
+}
+
+/// Claims and sorts by row, since a claim answers in no particular order.
+pub(super) async fn claim<H: Harness>(h: &H, request: &ClaimRequest<'_>) -> Vec<Claimed> {
+    let mut claimed = h.store().claim(request).await.unwrap();
+    claimed.sort_by_key(|claimed| claimed.id.row());
+    claimed
+}
+
+/// The rows that a claim of at most `limit` takes, in ascending order.
+pub(super) async fn claim_up_to<H: Harness>(h: &H, limit: u32) -> Vec<i64> {
+    rows(&claim(h, &request(limit)).await)
+}
+
+/// Claims what must be the only due row.
+pub(super) async fn claim_one<H: Harness>(h: &H) -> Claimed {
+    claim_one_as(h, "a").await
+}
+
+pub(super) async fn claim_one_as<H: Harness>(h: &H, instance: &str) -> Claimed {
+    let request = ClaimRequest {
+        instance,
+        ..request(10)
+    };
+    let mut claimed = claim(h, &request).await;
+    assert_eq!(claimed.len(), 1, "one row is due: {claimed:?}");
+    claimed.remove(0)
+}
+
+pub(super) fn rows(claimed: &[Claimed]) -> Vec<i64> {
+    claimed.iter().map(|claimed| claimed.id.row()).collect()
+}
+
+pub(super) async fn settle<H: Harness>(h: &H, lease: HeldLease, outcome: Outcome) -> Settled {
+    let settlement = Settlement { lease, outcome };
+    let answers = h.store().settle(&[settlement]).await.unwrap();
+    assert_eq!(answers.len(), 1);
+    answers[0]
+}
+
+/// Settles, and makes sure that it was recorded.
+pub(super) async fn record_outcome<H: Harness>(h: &H, lease: HeldLease, outcome: Outcome) {
+    assert_eq!(settle(h, lease, outcome).await, Settled::Recorded);
+}
+
+/// Publishes, claims and settles one event, and answers its row.
+pub(super) async fn publish_and_settle<H: Harness>(
+    h: &H,
+    event: NewEvent,
+    outcome: Outcome,
+) -> i64 {
+    let row = publish(h, event).await;
+    let claimed = claim_one(h).await;
+    assert_eq!(claimed.id.row(), row);
+    record_outcome(h, claimed.lease(), outcome).await;
+    row
+}
+
+pub(super) async fn release<H: Harness>(h: &H, lease: HeldLease) -> Settled {
+    let answers = h.store().release(&[lease]).await.unwrap();
+    assert_eq!(answers.len(), 1);
+    answers[0]
+}
+
+pub(super) async fn find<H: Harness>(h: &H, row: i64) -> Option<EventRecord> {
+    h.store().find(row).await.unwrap()
+}
+
+pub(super) async fn record<H: Harness>(h: &H, row: i64) -> EventRecord {
+    find(h, row).await.expect("the row exists")
+}
+
+/// A sweep by instance `sweeper`, which knows `order.paid` alone.
+pub(super) fn sweep_after(after: i64, scan: u32) -> SweepRequest<'static> {
+    SweepRequest {
+        after,
+        scan: count(scan),
+        lease: HOUR,
+        token: LeaseToken::random(),
+        instance: "sweeper",
+        names: &[PAID],
+    }
+}
+
+/// Purges until nothing is left to remove.
+pub(super) async fn purge<H: Harness>(h: &H) -> u64 {
+    let mut total = 0;
+    loop {
+        let removed = h.store().purge(count(100)).await.unwrap();
+        if removed == 0 {
+            return total;
+        }
+        total += removed;
+    }
+}

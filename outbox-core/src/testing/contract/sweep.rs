@@ -1,0 +1,201 @@
+//! The sweep: P7, and P12's report of what nobody here handles.
+
+use std::collections::BTreeMap;
+
+use super::Harness;
+use super::steps::*;
+use crate::lease::LeaseToken;
+use crate::outcome::DeadReason;
+use crate::store::{Claimed, EventState, NewEvent, Settled, Store};
+
+/// What a whole sweep found, in chunks of `scan` rows.
+struct Sweep {
+    exhausted: Vec<Claimed>,
+    unhandled: BTreeMap<String, u64>,
+    chunks: u32,
+}
+
+async fn sweep<H: Harness>(h: &H, scan: u32) -> Sweep {
+    let mut sweep = Sweep {
+        exhausted: Vec::new(),
+        unhandled: BTreeMap::new(),
+        chunks: 0,
+    };
+    let mut after = 0;
+    loop {
+        let chunk = h.store().sweep(&sweep_after(after, scan)).await.unwrap();
+        sweep.chunks += 1;
+        sweep.exhausted.extend(chunk.exhausted);
+        for (name, count) in chunk.unhandled {
+            *sweep.unhandled.entry(name).or_default() += count;
+        }
+        match chunk.next {
+            None => return sweep,
+            Some(next) => {
+                assert!(next > after, "the cursor moves on");
+                after = next;
+            }
+        }
+        assert!(sweep.chunks < 100, "a sweep ends");
+    }
+}
+
+/// Rows with one attempt each, whose only lease has ended.
+async fn exhausted<H: Harness>(h: &H, rows: usize) -> Vec<i64> {
+    let rows = publish_all(h, &vec![with_attempts(1); rows]).await;
+    assert_eq!(claim_up_to(h, 100).await, rows);
+    for row in &rows {
+        h.expire_lease(*row).await;
+    }
+    rows
+}
+
+/// P6, P7: a lease that ended with no attempt left is found, claimed uncharged, and made a dead
+/// letter.
+pub async fn a_sweep_claims_what_is_out_of_attempts<H: Harness>(h: &H) {
+    let row = exhausted(h, 1).await[0];
+    let request = sweep_after(0, 100);
+    let chunk = h.store().sweep(&request).await.unwrap();
+    assert_eq!(rows(&chunk.exhausted), [row]);
+    let claimed = &chunk.exhausted[0];
+    assert_eq!(claimed.token, request.token);
+    assert_eq!(claimed.attempt.get(), 1);
+    assert_eq!(claimed.max_attempts.get(), 1);
+    assert_eq!(claimed.payload, r#"{"order_id":7}"#);
+    let held = record(h, row).await;
+    assert_eq!(held.state, EventState::InProgress);
+    assert_eq!(held.attempts, 1);
+    assert_eq!(held.claimed_by.as_deref(), Some("sweeper"));
+
+    let outcome = dead(DeadReason::LeaseExpired, "nobody came back");
+    record_outcome(h, claimed.lease(), outcome).await;
+    let settled = record(h, row).await;
+    assert_eq!(settled.state, EventState::DeadLetter);
+    assert_eq!(settled.dead_reason, Some(DeadReason::LeaseExpired));
+    assert_eq!(settled.attempts, 1);
+    assert_eq!(settled.failures.len(), 1, "one attempt failed once");
+    assert_eq!(settled.failures[0].attempt, 1);
+    assert_eq!(settled.failures[0].error, "nobody came back");
+}
+
+/// P5: the process whose last lease was swept away cannot settle any more.
+pub async fn a_swept_lease_is_lost_to_its_holder<H: Harness>(h: &H) {
+    let row = publish(h, with_attempts(1)).await;
+    let lease = claim_one(h).await.lease();
+    h.expire_lease(row).await;
+    let chunk = h.store().sweep(&sweep_after(0, 100)).await.unwrap();
+    assert_eq!(rows(&chunk.exhausted), [row]);
+    assert_eq!(settle(h, lease, processed()).await, Settled::LeaseLost);
+}
+
+/// P4: what one sweep holds, the next does not take, until that lease has ended too.
+pub async fn a_swept_row_is_held_until_its_lease_ends<H: Harness>(h: &H) {
+    let row = exhausted(h, 1).await[0];
+    assert_eq!(rows(&sweep(h, 100).await.exhausted), [row]);
+    assert_eq!(rows(&sweep(h, 100).await.exhausted), NOTHING);
+    h.expire_lease(row).await;
+    assert_eq!(rows(&sweep(h, 100).await.exhausted), [row]);
+    assert_eq!(record(h, row).await.attempts, 1);
+}
+
+/// P12's exception: what is out of attempts needs no handler to become a dead letter.
+pub async fn a_sweep_takes_what_is_out_of_attempts_whatever_its_name<H: Harness>(h: &H) {
+    let event = NewEvent {
+        name: ALERT,
+        max_attempts: count(1),
+        ..event()
+    };
+    let row = publish(h, event).await;
+    let by_name = crate::store::ClaimRequest {
+        names: &[ALERT],
+        ..request(10)
+    };
+    assert_eq!(rows(&claim(h, &by_name).await), [row]);
+    h.expire_lease(row).await;
+    let exhausted = sweep(h, 100).await.exhausted;
+    assert_eq!(rows(&exhausted), [row]);
+    assert_eq!(exhausted[0].name, "alert.raised");
+}
+
+/// P7, P12: a sweep touches nothing that is leased, due, waiting or settled.
+pub async fn a_sweep_leaves_everything_else_alone<H: Harness>(h: &H) {
+    let mut all = vec![
+        publish_and_settle(h, event(), processed()).await,
+        publish_and_settle(h, event(), dead(DeadReason::Permanent, "no")).await,
+        publish_and_settle(h, event(), retry("no route")).await,
+    ];
+    // Its last attempt, which still lasts.
+    all.push(publish(h, with_attempts(1)).await);
+    claim_one(h).await;
+    // An expired lease, with attempts left.
+    all.push(publish(h, born_leased(LeaseToken::random())).await);
+    h.expire_lease(all[4]).await;
+    all.extend(publish_all(h, &[event(), delayed(), with_attempts(1), named(ALERT)]).await);
+
+    let mut before = Vec::new();
+    for row in &all {
+        before.push(record(h, *row).await);
+    }
+    assert_eq!(rows(&sweep(h, 100).await.exhausted), NOTHING);
+    for (row, before) in all.iter().zip(before) {
+        assert_eq!(record(h, *row).await, before);
+    }
+}
+
+/// P12: rows that nobody here handles are counted by name, and known ones are not.
+pub async fn a_sweep_counts_what_nobody_here_handles<H: Harness>(h: &H) {
+    let waiting = NewEvent {
+        name: ALERT,
+        ..delayed()
+    };
+    let events = [
+        named(ALERT),
+        event(),
+        named(SHIPPED),
+        named(ALERT),
+        named(SHIPPED),
+        waiting,
+    ];
+    publish_all(h, &events).await;
+    let expected = BTreeMap::from([
+        ("alert.raised".to_owned(), 3),
+        ("order.shipped".to_owned(), 2),
+    ]);
+    assert_eq!(sweep(h, 100).await.unhandled, expected);
+    assert_eq!(sweep(h, 2).await.unhandled, expected);
+}
+
+/// P7, P16: small chunks cover every row once, and no chunk is larger than asked.
+pub async fn a_sweep_covers_everything_in_chunks<H: Harness>(h: &H) {
+    let all = exhausted(h, 10).await;
+    let first = h.store().sweep(&sweep_after(0, 3)).await.unwrap();
+    let mut taken = rows(&first.exhausted);
+    taken.sort_unstable();
+    assert_eq!(taken, all[..3]);
+    assert_eq!(first.next, Some(all[2]));
+
+    let rest = sweep(h, 3).await;
+    let mut taken = rows(&rest.exhausted);
+    taken.sort_unstable();
+    assert_eq!(taken, all[3..]);
+    assert!(rest.chunks >= 4, "10 rows in chunks of 3: {}", rest.chunks);
+}
+
+/// An outbox with nothing in it is swept at once.
+pub async fn an_empty_outbox_is_swept_in_one_chunk<H: Harness>(h: &H) {
+    let chunk = h.store().sweep(&sweep_after(0, 100)).await.unwrap();
+    assert_eq!(rows(&chunk.exhausted), NOTHING);
+    assert_eq!(chunk.unhandled, []);
+    assert_eq!(chunk.next, None);
+}
+
+/// P7: no row is invisible to both. A retry that was recorded although no attempt was left is
+/// out of reach for a claim, so once it is due the sweep finds it.
+pub async fn a_retry_without_an_attempt_left_is_swept<H: Harness>(h: &H) {
+    let row = publish_and_settle(h, with_attempts(1), retry("no route")).await;
+    h.make_due(row).await;
+    assert_eq!(claim_up_to(h, 10).await, NOTHING);
+    let exhausted = sweep(h, 100).await.exhausted;
+    assert_eq!(rows(&exhausted), [row]);
+    assert_eq!(exhausted[0].attempt.get(), 1);
+}

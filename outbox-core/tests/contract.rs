@@ -1,0 +1,28 @@
+//! The store in memory keeps the contract of every store.
+
+use outbox_core::testing::MemoryStore;
+use outbox_core::testing::contract::Harness;
+
+struct InMemory(MemoryStore);
+
+impl Harness for InMemory {
+    type Store = MemoryStore;
+
+    fn store(&self) -> &MemoryStore {
+        &self.0
+    }
+
+    async fn expire_lease(&self, row: i64) {
+        self.0.expire_lease(row);
+    }
+
+    async fn make_due(&self, row: i64) {
+        self.0.make_due(row);
+    }
+
+    async fn expire_retention(&self, row: i64) {
+        self.0.expire_retention(row);
+    }
+}
+
+outbox_core::store_contract!(InMemory(MemoryStore::new()));
