@@ -238,6 +238,19 @@ pub async fn concurrent_claims_are_disjoint<H: Harness>(h: &H) {
     assert_eq!(claimed, all.into_iter().collect());
 }
 
+/// P4: a claim by number and a claim by priority take disjoint rows as well.
+pub async fn both_kinds_of_claim_are_disjoint<H: Harness>(h: &H) {
+    let other = h.another_store().await;
+    let all = publish_all(h, &vec![event(); 20]).await;
+    let by_number = request(20);
+    let (by_number, mut claimed) =
+        tokio::join!(other.claim_rows(&all, &by_number), claim_up_to(h, 20));
+    claimed.extend(rows(&by_number.unwrap()));
+    claimed.extend(claim_up_to(h, 20).await);
+    claimed.sort_unstable();
+    assert_eq!(claimed, all, "each row once");
+}
+
 /// P6, P7: an expired lease makes the row due again, and the attempt that it cost is on record.
 pub async fn an_expired_lease_makes_the_row_due_again<H: Harness>(h: &H) {
     let row = publish(h, event()).await;

@@ -145,6 +145,7 @@ macro_rules! __store_contract_cases {
                 a_dropped_transaction_leaves_nothing
                 an_uncommitted_event_cannot_be_claimed
                 a_transaction_can_insert_more_than_once
+                another_process_sees_the_same_event
                 a_born_leased_event_is_in_progress
                 a_batch_mixes_leased_delayed_and_due_events
                 a_delayed_event_waits_for_its_due_time
@@ -188,6 +189,7 @@ macro_rules! __store_contract_cases {
                 a_reserve_that_nobody_needs_is_used
                 a_claim_is_exclusive_while_its_lease_lasts
                 concurrent_claims_are_disjoint
+                both_kinds_of_claim_are_disjoint
                 an_expired_lease_makes_the_row_due_again
                 an_expired_birth_lease_makes_the_row_due_again
                 an_expired_lease_of_a_retry_makes_it_due_again
@@ -231,7 +233,9 @@ macro_rules! __store_contract_cases {
                 a_released_row_cannot_be_settled
                 a_born_leased_row_settles_under_its_token
                 a_mixed_batch_is_answered_in_input_order
-                a_batch_mixes_retentions;
+                a_batch_mixes_retentions
+                of_two_concurrent_settlements_one_is_recorded
+                a_renewal_does_not_disturb_a_settlement;
             sweep: a_sweep_claims_what_is_out_of_attempts
                 a_swept_lease_is_lost_to_its_holder
                 a_swept_row_is_held_until_its_lease_ends

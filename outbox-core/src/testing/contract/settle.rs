@@ -368,3 +368,49 @@ pub async fn a_batch_mixes_retentions<H: Harness>(h: &H) {
     assert_eq!(find(h, all[2]).await, None);
     assert_eq!(record(h, all[3]).await.state, EventState::Processed);
 }
+
+/// P5, P18: two processes that settle the same leases, in opposite orders, do not deadlock, and
+/// each lease is recorded for one of them.
+pub async fn of_two_concurrent_settlements_one_is_recorded<H: Harness>(h: &H) {
+    let other = h.another_store().await;
+    publish_all(h, &vec![event(); 50]).await;
+    let claimed = claim(h, &request(50)).await;
+    let up: Vec<_> = claimed
+        .iter()
+        .map(|row| Settlement {
+            lease: row.lease(),
+            outcome: processed(),
+        })
+        .collect();
+    let down: Vec<_> = up.iter().cloned().rev().collect();
+    let (first, second) = tokio::join!(h.store().settle(&up), other.settle(&down));
+    let (first, mut second) = (first.unwrap(), second.unwrap());
+    second.reverse();
+    for (first, second) in first.into_iter().zip(second) {
+        let recorded = [first, second]
+            .into_iter()
+            .filter(|answer| *answer == Settled::Recorded);
+        assert_eq!(recorded.count(), 1);
+    }
+}
+
+/// P5: a renewal beside a settlement disturbs neither: afterwards the event is settled.
+pub async fn a_renewal_does_not_disturb_a_settlement<H: Harness>(h: &H) {
+    let other = h.another_store().await;
+    let all = publish_all(h, &vec![event(); 20]).await;
+    let claimed = claim(h, &request(50)).await;
+    let leases: Vec<_> = claimed.iter().map(|row| row.lease()).collect();
+    let batch: Vec<_> = leases
+        .iter()
+        .map(|lease| Settlement {
+            lease: *lease,
+            outcome: processed(),
+        })
+        .collect();
+    let (renewed, settled) = tokio::join!(other.renew(&leases, HOUR), h.store().settle(&batch));
+    assert_eq!(renewed.unwrap().len(), 20);
+    assert_eq!(settled.unwrap(), [Settled::Recorded; 20]);
+    for row in all {
+        assert_eq!(record(h, row).await.state, EventState::Processed);
+    }
+}

@@ -5,6 +5,8 @@ mod connection;
 mod database;
 mod faults;
 mod settle;
+#[cfg(test)]
+mod tests;
 mod wakeups;
 
 use std::future::Future;
