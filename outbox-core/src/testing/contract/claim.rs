@@ -179,6 +179,22 @@ pub async fn a_quarter_of_a_batch_is_for_waiting_rows<H: Harness>(h: &H) {
     assert_eq!(second[2..], ready[6..9]);
 }
 
+/// The reserve, too, goes to the higher priority first.
+pub async fn the_reserve_goes_by_priority<H: Harness>(h: &H) {
+    let waiting = [Priority::Low, Priority::High, Priority::Low, Priority::High];
+    let waiting = waiting.map(|priority| NewEvent {
+        priority,
+        ..delayed()
+    });
+    let waiting = publish_all(h, &waiting).await;
+    for row in &waiting {
+        h.make_due(*row).await;
+    }
+    let ready = publish_all(h, &vec![of_priority(Priority::Critical); 6]).await;
+    let claimed = claim_up_to(h, 8).await;
+    assert_eq!(claimed, [&[waiting[1], waiting[3]], &ready[..]].concat());
+}
+
 /// What the reserve does not use is anybody's, and beyond the reserve priority decides.
 pub async fn waiting_rows_compete_at_their_priority<H: Harness>(h: &H) {
     let waiting = NewEvent {
