@@ -47,6 +47,7 @@
 
 pub mod claim;
 pub mod dedup;
+pub mod fence;
 pub mod lease;
 pub mod publish;
 pub mod retention;
@@ -134,7 +135,8 @@ macro_rules! __store_contract_cases {
     ([$($then:tt)+] $argument:tt) => {
         $($then)+! {
             $argument
-            publish: an_installed_outbox_passes_its_check
+            publish:
+                an_installed_outbox_passes_its_check
                 a_check_leaves_no_row
                 every_column_is_kept
                 an_event_needs_no_headers_and_no_keys
@@ -152,7 +154,8 @@ macro_rules! __store_contract_cases {
                 a_thousand_events_go_in_and_out
                 empty_input_answers_nothing
                 an_unknown_row_is_not_found;
-            dedup: a_duplicate_is_not_inserted
+            dedup:
+                a_duplicate_is_not_inserted
                 a_duplicate_is_told_the_id
                 keys_are_scoped_by_event_name
                 unkeyed_events_are_never_duplicates
@@ -175,7 +178,8 @@ macro_rules! __store_contract_cases {
                 one_of_many_concurrent_publishers_wins
                 batches_with_equal_keys_do_not_deadlock
                 a_duplicate_finds_an_event_that_is_being_settled;
-            claim: a_claim_hands_over_the_event
+            claim:
+                a_claim_hands_over_the_event
                 a_claim_takes_no_more_than_its_limit
                 priority_goes_before_number
                 a_batch_prefers_the_higher_priority
@@ -197,7 +201,8 @@ macro_rules! __store_contract_cases {
                 a_row_without_an_attempt_left_is_not_claimed
                 a_claim_by_number_takes_those_rows_only
                 a_claim_by_number_takes_only_what_is_due;
-            lease: a_held_lease_is_verified
+            lease:
+                a_held_lease_is_verified
                 a_rolled_back_lease_is_not_verified
                 verification_leaves_out_what_is_not_held
                 an_expired_lease_has_nothing_left
@@ -213,7 +218,8 @@ macro_rules! __store_contract_cases {
                 a_stale_token_cannot_release
                 a_second_release_is_lost
                 releases_are_answered_in_input_order;
-            settle: a_processed_event_is_kept_with_its_output
+            settle:
+                a_processed_event_is_kept_with_its_output
                 an_event_processed_without_output_has_none
                 an_output_at_the_limit_is_kept
                 a_processed_event_without_retention_is_gone
@@ -226,18 +232,20 @@ macro_rules! __store_contract_cases {
                 the_last_ten_failures_are_kept
                 an_error_text_at_the_limit_is_kept
                 an_odd_error_text_is_kept
+                a_born_leased_row_settles_under_its_token
+                a_mixed_batch_is_answered_in_input_order
+                a_batch_mixes_retentions;
+            fence:
                 a_stale_token_cannot_settle_as_processed
                 a_stale_token_cannot_settle_as_retry
                 a_stale_token_cannot_settle_as_dead
                 an_expired_lease_that_nobody_took_can_settle
                 a_second_settlement_is_lost
                 a_released_row_cannot_be_settled
-                a_born_leased_row_settles_under_its_token
-                a_mixed_batch_is_answered_in_input_order
-                a_batch_mixes_retentions
                 of_two_concurrent_settlements_one_is_recorded
                 a_renewal_does_not_disturb_a_settlement;
-            sweep: a_sweep_claims_what_is_out_of_attempts
+            sweep:
+                a_sweep_claims_what_is_out_of_attempts
                 a_swept_lease_is_lost_to_its_holder
                 a_swept_row_is_held_until_its_lease_ends
                 a_sweep_takes_what_is_out_of_attempts_whatever_its_name
@@ -246,7 +254,8 @@ macro_rules! __store_contract_cases {
                 a_sweep_covers_everything_in_chunks
                 an_empty_outbox_is_swept_in_one_chunk
                 a_retry_without_an_attempt_left_is_swept;
-            retention: a_processed_event_goes_after_its_retention
+            retention:
+                a_processed_event_goes_after_its_retention
                 a_purge_removes_no_more_than_its_limit
                 a_purge_leaves_everything_unsettled_alone
                 a_purge_takes_each_event_at_its_own_time
