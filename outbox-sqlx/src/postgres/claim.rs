@@ -1,0 +1,247 @@
+//! Claiming: taking due events under a lease.
+
+use outbox_core::event::Priority;
+use outbox_core::store::{ClaimRequest, Claimed, LEASE_ENDED, StoreError};
+
+use super::PgStore;
+use super::query::{PgUuid, Query, interval};
+use super::row::{CLAIMED_COLUMNS, claimed};
+use super::sqlstate::failed;
+
+const DOING: &str = "claim events";
+
+/// Claims the rows of `{selection}` for `$2` under the token `$1`, in the name of `$3`.
+///
+/// - The lease columns, `attempts` and `failures` are in no index and in no index predicate, so
+///   that a claim is a HOT update and writes no index entry. `due_at` is in two, and a claim leaves
+///   it alone. An expired lease needs no reaper: the same `WHERE` finds it.
+/// - `ARRAY(..)` is computed once, so the limit inside it holds under any plan. In a join the
+///   planner may run the subquery again and claim more.
+/// - Every claim writes a fresh `lease_token`. Settling refuses another one.
+/// - `clock_timestamp()`, because `now()` is the start of the transaction, and a lease counted from
+///   there can be over before the claim returns.
+///
+/// Rows come back in no particular order.
+const CLAIM: &str = "
+    UPDATE {events} AS event
+    SET lease_token = $1,
+        lease_expires_at = clock_timestamp() + $2,
+        claimed_by = $3,
+        attempts = event.attempts + 1,
+        failures = {lapse_recorded}
+    WHERE event.id = ANY (ARRAY({selection}))
+    RETURNING {claimed_columns}
+";
+
+/// `failures`, with an entry for the attempt whose lease ended without an outcome, where one did.
+///
+/// - A row that still has a token was never settled, retried or given back: whoever held it is the
+///   last to be told by a person who looks for the cause.
+/// - One entry per attempt: a sweep that dies is followed by another one, which charges nothing.
+const LAPSE_RECORDED: &str = "
+    CASE
+        WHEN event.lease_token IS NULL
+            OR (event.failures -> -1 ->> 'attempt')::integer = event.attempts
+        THEN event.failures
+        ELSE {failures_shortened} || jsonb_build_array(jsonb_build_object(
+            'attempt', event.attempts,
+            'at', (extract(epoch FROM clock_timestamp()) * 1000000)::bigint,
+            'instance', event.claimed_by,
+            'error', '{lease_ended}'
+        ))
+    END";
+
+/// `failures` with room for one more: the oldest goes when there are ten.
+pub(super) const FAILURES_SHORTENED: &str = "
+        CASE
+            WHEN event.failures IS NULL THEN '[]'::jsonb
+            WHEN jsonb_array_length(event.failures) >= 10 THEN event.failures - 0
+            ELSE event.failures
+        END";
+
+/// No lease, or one that has ended.
+pub(super) const LEASE_IS_FREE: &str =
+    "(lease_expires_at IS NULL OR lease_expires_at <= clock_timestamp())";
+
+/// What a claim asks of any row: `$4` are the names this process has handlers for.
+const CLAIMABLE: &str = "attempts < max_attempts AND name = ANY ($4) AND {lease_is_free}";
+
+/// The rows of one priority that wait for a delay or a retry and are due, longest due first.
+///
+/// - `(SELECT clock_timestamp())` is one value for the scan, which can bound the index. The bare
+///   function is volatile: the scan would walk over every row that is due later.
+const WAITING: &str = "
+    SELECT id FROM {events}
+    WHERE due_at IS NOT NULL AND priority = {level} AND due_at <= (SELECT clock_timestamp())
+    AND {claimable}{and}
+    ORDER BY due_at, id
+    LIMIT {limit}
+    FOR UPDATE SKIP LOCKED";
+
+/// The rows of one priority that are due at once, lowest number first, from the low-water mark.
+///
+/// - `SKIP LOCKED` lets relays claim side by side. A row another relay is claiming is passed over,
+///   not waited for.
+/// - The mark keeps the scan from walking over the index entries of everything that was settled
+///   since the last vacuum.
+const READY: &str = "
+    SELECT id FROM {events}
+    WHERE due_at IS NULL AND priority = {level} AND id >= {low_water}
+    AND {claimable}
+    ORDER BY id
+    LIMIT {limit}
+    FOR UPDATE SKIP LOCKED";
+
+/// Claims by number.
+const NAMED_ROWS: &str = "
+    SELECT id FROM {events}
+    WHERE id = ANY ($5) AND (due_at IS NULL OR due_at <= clock_timestamp())
+    AND {claimable}
+    LIMIT $6
+    FOR UPDATE SKIP LOCKED";
+
+/// The claim of up to `$5` due rows, `$6` of them reserved for those that waited; `$7` to `$10` are
+/// the low-water marks, most urgent priority first.
+///
+/// One step per priority, so that every step is the range of an index: an `ORDER BY priority DESC,
+/// id` over both indexes would have to read and sort all that is due. Each step asks for what the
+/// ones before it left. With nothing left, its `LIMIT` is zero and it reads nothing.
+///
+/// - The rows the reservation took are excluded by number: a row we have locked ourselves is not
+///   skipped as locked.
+/// - `MATERIALIZED`, so that no step runs twice, and locks twice.
+pub(super) fn claim_template() -> String {
+    let reserved = Priority::DESCENDING
+        .map(|priority| {
+            let level = priority.level();
+            let waiting = waiting(priority, "", "$6");
+            format!("SELECT id FROM ({waiting}) AS waiting_{level}")
+        })
+        .join(" UNION ALL ");
+    let mut selection =
+        format!("WITH reserved AS MATERIALIZED (SELECT id FROM ({reserved}) AS waiting LIMIT $6)");
+
+    let mut taken = "reserved".to_owned();
+    let mut left = "$5".to_owned();
+    let mut all = "SELECT id FROM reserved".to_owned();
+    for (position, priority) in Priority::DESCENDING.into_iter().enumerate() {
+        let level = priority.level();
+        left = format!("{left} - (SELECT count(*) FROM {taken})");
+        let limit = format!("(SELECT n FROM left_{level})");
+        let waiting = waiting(
+            priority,
+            " AND id <> ALL (ARRAY(SELECT id FROM reserved))",
+            &limit,
+        );
+        let ready = READY
+            .replace("{level}", &level.to_string())
+            .replace("{low_water}", &format!("${}", 7 + position))
+            .replace("{limit}", &limit);
+        selection.push_str(&format!(
+            ", left_{level} AS MATERIALIZED (SELECT {left} AS n)
+            , level_{level} AS MATERIALIZED (
+                SELECT id FROM (
+                    SELECT id FROM ({waiting}) AS waiting
+                    UNION ALL
+                    SELECT id FROM ({ready}) AS ready
+                ) AS due
+                ORDER BY id
+                LIMIT {limit}
+            )"
+        ));
+        left = format!("(SELECT n FROM left_{level})");
+        taken = format!("level_{level}");
+        all.push_str(&format!(" UNION ALL SELECT id FROM level_{level}"));
+    }
+    selection.push_str(&format!(" SELECT id FROM ({all}) AS due LIMIT $5"));
+
+    taking(&selection)
+}
+
+pub(super) fn claim_rows_template() -> String {
+    taking(NAMED_ROWS)
+}
+
+fn waiting(priority: Priority, and: &str, limit: &str) -> String {
+    WAITING
+        .replace("{level}", &priority.level().to_string())
+        .replace("{and}", and)
+        .replace("{limit}", limit)
+}
+
+fn taking(selection: &str) -> String {
+    CLAIM
+        .replace("{selection}", selection)
+        .replace("{claimable}", CLAIMABLE)
+        .replace("{lease_is_free}", LEASE_IS_FREE)
+        .replace("{claimed_columns}", CLAIMED_COLUMNS)
+        .replace("{lapse_recorded}", &lapse_recorded())
+}
+
+pub(super) fn lapse_recorded() -> String {
+    LAPSE_RECORDED
+        .replace("{failures_shortened}", FAILURES_SHORTENED)
+        .replace("{lease_ended}", LEASE_ENDED)
+}
+
+pub(super) async fn claim(
+    store: &PgStore,
+    request: &ClaimRequest<'_>,
+) -> Result<Vec<Claimed>, StoreError> {
+    take(store, request, claim_query(store, request)).await
+}
+
+pub(super) fn claim_query(store: &PgStore, request: &ClaimRequest<'_>) -> Query {
+    let limit = i64::from(request.limit.get());
+    let query = taker(&store.sql().claim, request)
+        .bind(limit)
+        .bind(quarter(limit));
+    Priority::DESCENDING
+        .into_iter()
+        .fold(query, |query, priority| {
+            query.bind(request.low_water.of(priority))
+        })
+}
+
+/// A quarter, rounded up.
+fn quarter(limit: i64) -> i64 {
+    (limit + 3) / 4
+}
+
+pub(super) async fn claim_rows(
+    store: &PgStore,
+    rows: &[i64],
+    request: &ClaimRequest<'_>,
+) -> Result<Vec<Claimed>, StoreError> {
+    if rows.is_empty() {
+        return Ok(Vec::new());
+    }
+    take(store, request, named_rows(store, rows, request)).await
+}
+
+pub(super) fn named_rows(store: &PgStore, rows: &[i64], request: &ClaimRequest<'_>) -> Query {
+    taker(&store.sql().claim_rows, request)
+        .bind(rows)
+        .bind(i64::from(request.limit.get()))
+}
+
+fn taker(sql: &std::sync::Arc<str>, request: &ClaimRequest<'_>) -> Query {
+    Query::new(sql)
+        .bind(PgUuid::from(request.token))
+        .bind(interval(request.lease))
+        .bind(request.instance)
+        .bind(request.names)
+}
+
+async fn take(
+    store: &PgStore,
+    request: &ClaimRequest<'_>,
+    query: Query,
+) -> Result<Vec<Claimed>, StoreError> {
+    let installation = store.installation().await?;
+    let rows = store.ask(DOING, query).await?;
+    rows.iter()
+        .map(|row| claimed(row, installation, request.token))
+        .collect::<Result<_, _>>()
+        .map_err(|error| failed(DOING, error))
+}

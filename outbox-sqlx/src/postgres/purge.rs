@@ -1,0 +1,59 @@
+//! Retention: removing what is settled and past its time.
+
+use std::num::NonZeroU32;
+
+use outbox_core::store::StoreError;
+use sqlx::Row;
+
+use super::PgStore;
+use super::query::Query;
+use super::sqlstate::failed;
+
+const DOING: &str = "remove what is past its retention";
+
+/// Removes up to `$1` rows: settled events first, then dedup keys.
+///
+/// - Only the history and the keys are named, so no row that waits, is leased, retries or is dead
+///   can be reached. A key has no `expires_at` while its event is one of those.
+/// - Events first, and keys with what is left of the limit: a key outlives its event.
+/// - `SKIP LOCKED`, so that two purges do not wait for each other.
+/// - `(SELECT clock_timestamp())` is one value, which can bound the index.
+pub(super) const PURGE: &str = "
+    WITH events AS MATERIALIZED (
+        SELECT id, expires_at
+        FROM {history}
+        WHERE expires_at <= (SELECT clock_timestamp())
+        ORDER BY expires_at
+        LIMIT $1
+        FOR UPDATE SKIP LOCKED
+    ),
+    keys AS MATERIALIZED (
+        SELECT name, key
+        FROM {keys}
+        WHERE expires_at <= (SELECT clock_timestamp())
+        ORDER BY expires_at
+        LIMIT $1 - (SELECT count(*) FROM events)
+        FOR UPDATE SKIP LOCKED
+    ),
+    removed_events AS (
+        DELETE FROM {history} AS event USING events
+        WHERE event.id = events.id AND event.expires_at = events.expires_at
+        RETURNING 1
+    ),
+    removed_keys AS (
+        DELETE FROM {keys} AS key USING keys
+        WHERE key.name = keys.name AND key.key = keys.key
+        RETURNING 1
+    )
+    SELECT (SELECT count(*) FROM removed_events) + (SELECT count(*) FROM removed_keys)
+";
+
+pub(super) async fn purge(store: &PgStore, limit: NonZeroU32) -> Result<u64, StoreError> {
+    let query = Query::new(&store.sql().purge).bind(i64::from(limit.get()));
+    let rows = store.ask(DOING, query).await?;
+    let removed: i64 = match rows.first() {
+        Some(row) => row.try_get(0).map_err(|error| failed(DOING, error))?,
+        None => 0,
+    };
+    Ok(u64::try_from(removed).unwrap_or(0))
+}

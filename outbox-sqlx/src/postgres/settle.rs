@@ -1,0 +1,198 @@
+//! Settling: recording what became of a claim, and ending it.
+
+use std::collections::HashSet;
+
+use outbox_core::lease::HeldLease;
+use outbox_core::outcome::{DeadReason, ErrorText, Outcome};
+use outbox_core::store::{Settled, Settlement, StoreError};
+
+use super::PgStore;
+use super::claim::FAILURES_SHORTENED;
+use super::query::{Query, interval};
+use super::renew::{holding, lease};
+use super::sqlstate::failed;
+
+const DOING: &str = "settle events";
+
+/// Records that the handlers of the rows `$1`, held by the tokens `$2`, returned `$3`.
+///
+/// - One statement: the row leaves the hot table and arrives in the history, and its key learns the
+///   result, at one moment. A process that dies leaves all of it or nothing.
+/// - `lease_token = token` refuses whoever lost the lease: the row is then another one's, or gone.
+/// - The key lives at least as long as the history row, and has the result of an event that keeps
+///   no history row: that is where a publisher of the same key finds it.
+pub(super) const PROCESSED: &str = "
+    WITH gone AS (
+        DELETE FROM {events} AS event
+        USING unnest($1::bigint[], $2::uuid[], $3::text[]) AS held(id, token, output)
+        WHERE event.id = held.id AND event.lease_token = held.token
+        RETURNING event.*, held.output
+    ),
+    kept AS (
+        INSERT INTO {history} (
+            id, name, version, payload, headers, dedup_key, ordering_key, priority, attempts,
+            max_attempts, claimed_by, due_at, created_at, settled_at, expires_at, last_error,
+            failures, output
+        )
+        SELECT
+            id, name, version, payload, headers, dedup_key, ordering_key, priority, attempts,
+            max_attempts, claimed_by, due_at, created_at, clock_timestamp(),
+            clock_timestamp() + retention, last_error, failures, output::json
+        FROM gone
+        WHERE retention > interval '0'
+    ),
+    answered AS (
+        UPDATE {keys} AS key
+        SET state = 'processed',
+            output = gone.output::json,
+            expires_at = clock_timestamp() + greatest(key.retention, gone.retention)
+        FROM gone
+        WHERE key.name = gone.name AND key.key = gone.dedup_key AND key.event_id = gone.id
+    )
+    SELECT id, lease_token FROM gone
+";
+
+/// Puts the rows `$1`, held by the tokens `$2`, off for `$3`, because of `$4`.
+///
+/// - The row moves from the ready index to the waiting one: the only write to it that is not HOT.
+/// - `clock_timestamp()`: the wait begins now, not when the attempt began.
+const RETRY: &str = "
+    UPDATE {events} AS event
+    SET due_at = clock_timestamp() + held.after,
+        lease_token = NULL,
+        lease_expires_at = NULL,
+        claimed_by = NULL,
+        last_error = held.error,
+        failures = {failure_recorded}
+    FROM unnest($1::bigint[], $2::uuid[], $3::interval[], $4::text[])
+        AS held(id, token, after, error)
+    WHERE event.id = held.id AND event.lease_token = held.token
+    RETURNING event.id, held.token
+";
+
+/// Moves the rows `$1`, held by the tokens `$2`, to the dead letters, for the reasons `$3` and
+/// because of `$4`.
+///
+/// - The dedup key stays as it is: it does not expire while its event is dead.
+const DEAD: &str = "
+    WITH gone AS (
+        DELETE FROM {events} AS event
+        USING unnest($1::bigint[], $2::uuid[], $3::text[], $4::text[])
+            AS held(id, token, reason, error)
+        WHERE event.id = held.id AND event.lease_token = held.token
+        RETURNING event.*, held.reason, held.error, {failure_recorded} AS all_failures
+    ),
+    kept AS (
+        INSERT INTO {dead} (
+            id, name, version, payload, headers, dedup_key, ordering_key, priority, attempts,
+            max_attempts, retention, claimed_by, due_at, created_at, settled_at, dead_reason,
+            last_error, failures
+        )
+        SELECT
+            id, name, version, payload, headers, dedup_key, ordering_key, priority, attempts,
+            max_attempts, retention, claimed_by, due_at, created_at, clock_timestamp(), reason,
+            error, all_failures
+        FROM gone
+    )
+    SELECT id, lease_token FROM gone
+";
+
+/// `failures` with an entry for the attempt that ends here.
+///
+/// - One entry per attempt: a sweep has already recorded that the lease ended.
+const FAILURE_RECORDED: &str = "
+    CASE
+        WHEN (event.failures -> -1 ->> 'attempt')::integer = event.attempts THEN event.failures
+        ELSE {failures_shortened} || jsonb_build_array(jsonb_build_object(
+            'attempt', event.attempts,
+            'at', (extract(epoch FROM clock_timestamp()) * 1000000)::bigint,
+            'instance', event.claimed_by,
+            'error', held.error
+        ))
+    END";
+
+pub(super) fn retry_template() -> String {
+    recording(RETRY)
+}
+
+pub(super) fn dead_template() -> String {
+    recording(DEAD)
+}
+
+fn recording(template: &str) -> String {
+    template
+        .replace("{failure_recorded}", FAILURE_RECORDED)
+        .replace("{failures_shortened}", FAILURES_SHORTENED)
+}
+
+pub(super) async fn settle(
+    store: &PgStore,
+    settlements: &[Settlement],
+) -> Result<Vec<Settled>, StoreError> {
+    if settlements.is_empty() {
+        return Ok(Vec::new());
+    }
+    let answers = store.ask_all(DOING, queries(store, settlements)).await?;
+    let recorded: HashSet<HeldLease> = answers
+        .iter()
+        .flatten()
+        .map(lease)
+        .collect::<Result<_, _>>()
+        .map_err(|error| failed(DOING, error))?;
+    Ok(settlements
+        .iter()
+        .map(|settlement| {
+            if recorded.contains(&settlement.lease) {
+                Settled::Recorded
+            } else {
+                Settled::LeaseLost
+            }
+        })
+        .collect())
+}
+
+/// One statement per kind of outcome that occurs. More than one of them go into one transaction,
+/// so that a batch is recorded as a whole or not at all.
+///
+/// In the order of the rows, which is the order in which locks are taken.
+pub(super) fn queries(store: &PgStore, settlements: &[Settlement]) -> Vec<Query> {
+    let mut sorted: Vec<&Settlement> = settlements.iter().collect();
+    sorted.sort_unstable_by_key(|settlement| settlement.lease);
+
+    let mut processed = (Vec::new(), Vec::new());
+    let mut retries = (Vec::new(), Vec::new(), Vec::new());
+    let mut dead = (Vec::new(), Vec::new(), Vec::new());
+    for settlement in sorted {
+        match &settlement.outcome {
+            Outcome::Processed { output } => {
+                processed.0.push(settlement.lease);
+                processed.1.push(output.as_deref());
+            }
+            Outcome::Retry { after, error } => {
+                retries.0.push(settlement.lease);
+                retries.1.push(interval(*after));
+                retries.2.push(error.as_str());
+            }
+            Outcome::Dead { reason, error } => {
+                dead.0.push(settlement.lease);
+                dead.1.push(DeadReason::as_str(*reason));
+                dead.2.push(ErrorText::as_str(error));
+            }
+        }
+    }
+
+    let mut queries = Vec::new();
+    if !processed.0.is_empty() {
+        let query = holding(Query::new(&store.sql().processed), &processed.0);
+        queries.push(query.bind(processed.1));
+    }
+    if !retries.0.is_empty() {
+        let query = holding(Query::new(&store.sql().retry), &retries.0);
+        queries.push(query.bind(retries.1).bind(retries.2));
+    }
+    if !dead.0.is_empty() {
+        let query = holding(Query::new(&store.sql().dead), &dead.0);
+        queries.push(query.bind(dead.1).bind(dead.2));
+    }
+    queries
+}
