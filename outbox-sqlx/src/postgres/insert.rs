@@ -77,6 +77,7 @@ pub(super) const INSERT_KEYED: &str = "
 /// Inserts any number of events, with and without keys. Answers with the position, from 1, and the
 /// number of each event that was inserted.
 ///
+/// - One `unnest` per column: the form with several arguments exists only without `pg_catalog`.
 /// - `MATERIALIZED`, so that a number is drawn once per event and in input order.
 /// - The keys are sorted before they are taken: two batches with the same keys wait for each other
 ///   instead of deadlocking.
@@ -85,13 +86,23 @@ pub(super) const INSERT_KEYED: &str = "
 pub(super) const INSERT_MANY: &str = "
     WITH input AS MATERIALIZED (
         SELECT pg_catalog.nextval({events_id_seq_literal}::pg_catalog.regclass) AS id, entry.*
-        FROM ROWS FROM (pg_catalog.unnest(
-            $1::pg_catalog.text[], $2::pg_catalog.int4[], $3::pg_catalog.text[],
-            $4::pg_catalog.text[], $5::pg_catalog.text[], $6::pg_catalog.int2[],
-            $7::pg_catalog.int4[], $8::pg_catalog.interval[], $9::pg_catalog.int4[],
-            $10::pg_catalog.uuid[], $11::pg_catalog.interval[], $12::pg_catalog.text[],
-            $13::pg_catalog.interval[], $14::pg_catalog.text[], $15::pg_catalog.interval[]
-        )) WITH ORDINALITY AS entry(
+        FROM ROWS FROM (
+            pg_catalog.unnest($1::pg_catalog.text[]),
+            pg_catalog.unnest($2::pg_catalog.int4[]),
+            pg_catalog.unnest($3::pg_catalog.text[]),
+            pg_catalog.unnest($4::pg_catalog.text[]),
+            pg_catalog.unnest($5::pg_catalog.text[]),
+            pg_catalog.unnest($6::pg_catalog.int2[]),
+            pg_catalog.unnest($7::pg_catalog.int4[]),
+            pg_catalog.unnest($8::pg_catalog.interval[]),
+            pg_catalog.unnest($9::pg_catalog.int4[]),
+            pg_catalog.unnest($10::pg_catalog.uuid[]),
+            pg_catalog.unnest($11::pg_catalog.interval[]),
+            pg_catalog.unnest($12::pg_catalog.text[]),
+            pg_catalog.unnest($13::pg_catalog.interval[]),
+            pg_catalog.unnest($14::pg_catalog.text[]),
+            pg_catalog.unnest($15::pg_catalog.interval[])
+        ) WITH ORDINALITY AS entry(
             name, version, payload, headers, ordering_key, priority, max_attempts, retention,
             attempts, lease_token, lease, claimed_by, delay, dedup_key, key_retention, position
         )
@@ -149,7 +160,9 @@ pub(super) const LOOK_UP: &str = "
             ELSE 'pending'
         END,
         key.output::pg_catalog.text
-    FROM ROWS FROM (pg_catalog.unnest($1::pg_catalog.text[], $2::pg_catalog.text[]))
+    FROM ROWS FROM (
+        pg_catalog.unnest($1::pg_catalog.text[]), pg_catalog.unnest($2::pg_catalog.text[])
+    )
         AS wanted(name, key)
     JOIN {keys} AS key
         ON key.name OPERATOR(pg_catalog.=) wanted.name
@@ -209,7 +222,8 @@ async fn insert_free(
         return Ok(());
     }
 
-    let many = many(store, left.iter().map(|&at| &events[at]))?;
+    let chosen: Vec<&NewEvent> = left.iter().map(|&at| &events[at]).collect();
+    let many = many(store, &chosen)?;
     let rows = many.fetch(connection, persistent).await;
     for row in rows.map_err(|error| failed(DOING, error))? {
         let position: i64 = read(&row, 0)?;
@@ -316,56 +330,31 @@ pub(super) fn one(store: &PgStore, event: &NewEvent) -> Result<Query, StoreError
     })
 }
 
-fn many<'e>(
-    store: &PgStore,
-    events: impl Iterator<Item = &'e NewEvent> + Clone,
-) -> Result<Query, StoreError> {
-    let versions: Vec<i32> = events.clone().map(version).collect::<Result<_, _>>()?;
-    let all = || events.clone();
+fn many(store: &PgStore, events: &[&NewEvent]) -> Result<Query, StoreError> {
+    let versions: Vec<i32> = events
+        .iter()
+        .map(|e| version(e))
+        .collect::<Result<_, _>>()?;
     Ok(Query::new(&store.sql().insert_many)
-        .bind(all().map(|event| event.name).collect::<Vec<_>>())
+        .bind(column(events, |event| event.name))
         .bind(versions)
-        .bind(
-            all()
-                .map(|event| event.payload.as_str())
-                .collect::<Vec<_>>(),
-        )
-        .bind(
-            all()
-                .map(|event| event.headers.as_deref())
-                .collect::<Vec<_>>(),
-        )
-        .bind(
-            all()
-                .map(|event| event.ordering_key.as_deref())
-                .collect::<Vec<_>>(),
-        )
-        .bind(
-            all()
-                .map(|event| event.priority.level())
-                .collect::<Vec<_>>(),
-        )
-        .bind(all().map(max_attempts).collect::<Vec<_>>())
-        .bind(
-            all()
-                .map(|event| interval(event.retention))
-                .collect::<Vec<_>>(),
-        )
-        .bind(all().map(attempts).collect::<Vec<_>>())
-        .bind(all().map(token).collect::<Vec<_>>())
-        .bind(all().map(lease).collect::<Vec<_>>())
-        .bind(all().map(instance).collect::<Vec<_>>())
-        .bind(all().map(delay).collect::<Vec<_>>())
-        .bind(
-            all()
-                .map(|event| event.dedup_key.as_deref())
-                .collect::<Vec<_>>(),
-        )
-        .bind(
-            all()
-                .map(|event| interval(event.key_retention))
-                .collect::<Vec<_>>(),
-        ))
+        .bind(column(events, |event| event.payload.as_str()))
+        .bind(column(events, |event| event.headers.as_deref()))
+        .bind(column(events, |event| event.ordering_key.as_deref()))
+        .bind(column(events, |event| event.priority.level()))
+        .bind(column(events, max_attempts))
+        .bind(column(events, |event| interval(event.retention)))
+        .bind(column(events, attempts))
+        .bind(column(events, token))
+        .bind(column(events, lease))
+        .bind(column(events, instance))
+        .bind(column(events, delay))
+        .bind(column(events, |event| event.dedup_key.as_deref()))
+        .bind(column(events, |event| interval(event.key_retention))))
+}
+
+fn column<'e, T>(events: &[&'e NewEvent], value: impl Fn(&'e NewEvent) -> T) -> Vec<T> {
+    events.iter().map(|event| value(event)).collect()
 }
 
 fn version(event: &NewEvent) -> Result<i32, StoreError> {

@@ -110,7 +110,6 @@ impl PgStore {
     }
 
     /// Starts a store with settings of its own.
-    #[must_use]
     pub fn builder(pool: PgPool) -> PgStoreBuilder {
         PgStoreBuilder {
             pool,

@@ -156,7 +156,7 @@ mod tests {
     #[test]
     fn outboxes_differ_in_their_channel() {
         let of = |schema, table| Names::new(schema, table).unwrap().channel();
-        assert_eq!(of("outbox", "outbox_events"), "outbox_CHANNEL");
+        assert_eq!(of("outbox", "outbox_events"), "outbox_246eb4a556283883");
         assert_ne!(of("a", "bc"), of("ab", "c"));
     }
 }
