@@ -1,1 +1,632 @@
-//! The store on SQLite.
+//! The store on SQLite: the embedded default, without a server to run.
+//!
+//! ```no_run
+//! use outbox_sqlx::sqlite::SqliteStore;
+//!
+//! # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+//! let store = SqliteStore::open("shop.db").await?;
+//! store.migrate().await?;
+//!
+//! // Publishing goes through a transaction on the same file.
+//! let mut tx = store.pool().begin_with("BEGIN IMMEDIATE").await?;
+//! sqlx::query("UPDATE orders SET paid = 1 WHERE id = 7").execute(&mut *tx).await?;
+//! tx.commit().await?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # One writer at a time
+//!
+//! SQLite has one write lock for the whole file. Every write of the framework takes it at once
+//! (`BEGIN IMMEDIATE`) and holds it for a few statements, never while a handler runs. So there are
+//! no row locks to skip and no deadlocks, and two relays on one file take turns.
+//!
+//! A transaction of the application that begins *deferred*, which is what `pool.begin()` does, and
+//! reads before it publishes can find that somebody wrote in between. SQLite then refuses its first
+//! write, whatever the busy timeout: the error is transient and the whole transaction has to be run
+//! again. [`begin`](outbox_core::store::Store::begin) and `begin_with("BEGIN IMMEDIATE")` do not
+//! have this.
+//!
+//! # The pool is the application's
+//!
+//! The store has no connections of its own. On a pool of one connection a relay waits for whoever
+//! holds it, and an application that holds it and waits for the relay waits until the pool gives
+//! up. In-memory databases of one connection work, within that limit.
+//!
+//! # What a commit is worth
+//!
+//! [`open`](SqliteStore::open) sets WAL and `synchronous = FULL`. With `NORMAL`, which is what many
+//! pools in WAL mode are set to, a commit survives a crash of the process but the last ones can be
+//! lost with the power. [`check`](outbox_core::store::Store::check) logs a warning then.
+//!
+//! # What is in the file
+//!
+//! The table's name is the beginning of all names: `outbox_events` (what is not settled),
+//! `outbox_events_history` (processed, until its retention has passed), `outbox_events_dead`,
+//! `outbox_events_keys` (dedup keys), `outbox_events_installation` and `outbox_events_schema`. The
+//! view `outbox_events_all` shows every event with its status in words. Several outboxes live in one
+//! file under different names. SQLite 3.38 or later is needed to work with it, and the one that
+//! sqlx brings is.
+
+mod check;
+mod claim;
+mod find;
+mod insert;
+mod migrate;
+mod purge;
+mod renew;
+mod row;
+mod settle;
+mod sql;
+mod sweep;
+
+use std::fmt;
+use std::future::Future;
+use std::num::NonZeroU32;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use outbox_core::lease::HeldLease;
+use outbox_core::store::{
+    ClaimRequest, Claimed, EventRecord, Insertion, NewEvent, NoWakeups, Renewal, Settled,
+    Settlement, Store, StoreError, StoreErrorKind, SweepChunk, SweepRequest, Verified,
+};
+use sqlx::error::DatabaseError;
+use sqlx::pool::PoolConnection;
+use sqlx::sqlite::{
+    SqliteConnectOptions, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteSynchronous,
+};
+use sqlx::{Connection, Sqlite, SqliteConnection, Transaction};
+
+use self::sql::{Statements, Table, safe};
+use crate::error::store_error;
+
+/// An outbox in a SQLite database.
+///
+/// A clone is cheap and shares everything. See the [module](self) for what SQLite means for an
+/// application that publishes through it.
+#[derive(Clone)]
+pub struct SqliteStore {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    pool: SqlitePool,
+    table: Table,
+    deadline: Duration,
+    statements: Statements,
+    in_memory: bool,
+}
+
+impl SqliteStore {
+    /// Opens the file at `path`, and creates it if it is not there.
+    ///
+    /// The pool has up to 5 connections with WAL, `synchronous = FULL`, foreign keys enforced and a
+    /// busy timeout of 5 seconds. The tables are those of [`new`](Self::new); [`migrate`]
+    /// (Self::migrate) creates them.
+    ///
+    /// # Errors
+    ///
+    /// An error of kind [`Unreachable`](StoreErrorKind::Unreachable) if the file can be neither
+    /// opened nor created.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future may leave an empty file.
+    pub async fn open(path: impl AsRef<Path>) -> Result<Self, StoreError> {
+        let options = SqliteConnectOptions::new()
+            .filename(path.as_ref())
+            .create_if_missing(true)
+            .journal_mode(SqliteJournalMode::Wal)
+            .synchronous(SqliteSynchronous::Full)
+            .foreign_keys(true)
+            .busy_timeout(BUSY_TIMEOUT);
+        let pool = SqlitePoolOptions::new()
+            .max_connections(CONNECTIONS)
+            .connect_with(options)
+            .await
+            .map_err(|error| sqlite_error(format!("open `{}`", path.as_ref().display()), error))?;
+        Ok(Self::new(pool))
+    }
+
+    /// Makes a store on the application's own pool, in the table `outbox_events`.
+    ///
+    /// Nothing is sent to the database.
+    #[must_use]
+    pub fn new(pool: SqlitePool) -> Self {
+        Self::assemble(
+            pool,
+            Table::new(DEFAULT_TABLE.to_owned()).expect("the default table name is valid"),
+            DEFAULT_DEADLINE,
+        )
+    }
+
+    /// Starts a store on the application's own pool with other settings than [`new`](Self::new).
+    ///
+    /// ```no_run
+    /// # fn example(pool: sqlx::SqlitePool) -> Result<(), Box<dyn std::error::Error>> {
+    /// let store = outbox_sqlx::sqlite::SqliteStore::builder(pool)
+    ///     .table("billing_events")
+    ///     .statement_deadline(std::time::Duration::from_secs(3))
+    ///     .build()?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn builder(pool: SqlitePool) -> SqliteStoreBuilder {
+        SqliteStoreBuilder {
+            pool,
+            table: DEFAULT_TABLE.to_owned(),
+            deadline: DEFAULT_DEADLINE,
+        }
+    }
+
+    fn assemble(pool: SqlitePool, table: Table, deadline: Duration) -> Self {
+        Self {
+            inner: Arc::new(Inner {
+                in_memory: is_in_memory(&pool),
+                statements: Statements::new(&table),
+                pool,
+                table,
+                deadline,
+            }),
+        }
+    }
+
+    /// Installs the tables, or brings them to the version of this release, in one transaction.
+    ///
+    /// Running it again changes nothing, and any number of processes may run it at once: one does
+    /// the work and the others find it done. It has no deadline but the pool's and the busy
+    /// timeout's, since a migration that is given up half way would be given up every time.
+    ///
+    /// # Errors
+    ///
+    /// An error of kind [`SchemaNewer`](StoreErrorKind::SchemaNewer) if a later release has been
+    /// here, and of the kind of whatever the database refuses. Nothing has changed then.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future rolls back, or comes too late and everything is installed.
+    pub async fn migrate(&self) -> Result<(), StoreError> {
+        let Inner {
+            statements, table, ..
+        } = &*self.inner;
+        self.transaction(
+            "install the outbox",
+            End::Commit,
+            async |connection: &mut SqliteConnection| {
+                migrate::run(connection, statements, table).await
+            },
+        )
+        .await
+    }
+
+    /// The SQL that [`migrate`](Self::migrate) runs on an empty database, for people who keep their
+    /// migrations elsewhere.
+    ///
+    /// It has to be run in one transaction; it contains no `BEGIN`.
+    #[must_use]
+    pub fn migration_sql(&self) -> String {
+        migrate::sql(&self.inner.table)
+    }
+
+    /// Draws a new UUID for this installation, which is part of every event's id.
+    ///
+    /// To be run on a copy of a database that goes on living beside the original, before anything
+    /// is published through it: otherwise the two give the same ids to different events. Events
+    /// that are already there change their ids with it, so what has been sent under the old ones is
+    /// not recognised as a repetition any more.
+    ///
+    /// # Errors
+    ///
+    /// Whatever the database refuses. The UUID is the old one then.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future leaves the old UUID or a new one.
+    pub async fn renew_installation(&self) -> Result<(), StoreError> {
+        self.write(
+            "renew the installation",
+            async |connection: &mut SqliteConnection| {
+                sqlx::query(safe(&self.inner.statements.renew_installation))
+                    .execute(connection)
+                    .await
+                    .map(drop)
+            },
+        )
+        .await
+    }
+
+    /// The pool the store works on.
+    #[must_use]
+    pub fn pool(&self) -> &SqlitePool {
+        &self.inner.pool
+    }
+
+    /// Runs `work` in a write transaction of its own, within the deadline.
+    async fn write<T>(
+        &self,
+        doing: &'static str,
+        work: impl AsyncFnOnce(&mut SqliteConnection) -> Result<T, sqlx::Error>,
+    ) -> Result<T, StoreError> {
+        let transaction = self.transaction(
+            doing,
+            End::Commit,
+            async move |connection: &mut SqliteConnection| {
+                work(connection)
+                    .await
+                    .map_err(|error| sqlite_error(doing, error))
+            },
+        );
+        self.within(doing, transaction).await
+    }
+
+    /// Runs `work` in a transaction that holds the write lock from its beginning.
+    async fn transaction<T>(
+        &self,
+        doing: &'static str,
+        end: End,
+        work: impl AsyncFnOnce(&mut SqliteConnection) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        let failed = |error| sqlite_error(doing, error);
+        let mut lent = Lent {
+            connection: self.inner.pool.acquire().await.map_err(failed)?,
+            keep: self.inner.in_memory,
+        };
+        let mut tx = match lent.connection.begin_with(BEGIN).await {
+            Ok(tx) => tx,
+            Err(error) => {
+                // SQLite's own answer, that somebody else is writing for instance, leaves nothing
+                // behind on the connection.
+                lent.keep |= matches!(error, sqlx::Error::Database(_));
+                return Err(failed(error));
+            }
+        };
+        let answer = work(&mut tx).await;
+        let ended = match (&answer, end) {
+            (Ok(_), End::Commit) => tx.commit().await,
+            (Ok(_), End::Rollback) | (Err(_), _) => tx.rollback().await,
+        };
+        lent.keep |= ended.is_ok();
+        // What made the work fail says more than that the rollback failed after it.
+        let answer = answer?;
+        ended.map_err(failed)?;
+        Ok(answer)
+    }
+
+    /// Runs `read` on a connection of its own, within the deadline.
+    async fn read<T>(
+        &self,
+        doing: &'static str,
+        read: impl AsyncFnOnce(&mut SqliteConnection) -> Result<T, sqlx::Error>,
+    ) -> Result<T, StoreError> {
+        let answer = async move {
+            let mut connection = self.inner.pool.acquire().await?;
+            read(&mut connection).await
+        };
+        let answer = async move { answer.await.map_err(|error| sqlite_error(doing, error)) };
+        self.within(doing, answer).await
+    }
+
+    /// Gives `call` no longer than the deadline.
+    async fn within<T>(
+        &self,
+        doing: &'static str,
+        call: impl Future<Output = Result<T, StoreError>>,
+    ) -> Result<T, StoreError> {
+        tokio::time::timeout(self.inner.deadline, call)
+            .await
+            .unwrap_or_else(|elapsed| {
+                Err(StoreError::new(StoreErrorKind::TimedOut, doing).with_source(elapsed))
+            })
+    }
+}
+
+impl fmt::Debug for SqliteStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SqliteStore")
+            .field("table", &self.inner.table.as_str())
+            .field("deadline", &self.inner.deadline)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The settings of a [`SqliteStore`]. Made by [`SqliteStore::builder`].
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct SqliteStoreBuilder {
+    pool: SqlitePool,
+    table: String,
+    deadline: Duration,
+}
+
+impl SqliteStoreBuilder {
+    /// The table of unsettled events; all other names begin with it.
+    ///
+    /// 1 to 50 bytes without U+0000 that do not begin with `sqlite_`. It is quoted, so anything
+    /// else may be in it. Defaults to `outbox_events`.
+    pub fn table(mut self, name: impl Into<String>) -> Self {
+        self.table = name.into();
+        self
+    }
+
+    /// How long one call may take, the wait for a connection and for the write lock included.
+    ///
+    /// More than zero. The busy timeout of the pool's connections should be shorter, so that SQLite
+    /// itself says why it did not get the lock. Defaults to 10 seconds.
+    pub fn statement_deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = deadline;
+        self
+    }
+
+    /// Makes the store. Nothing is sent to the database.
+    ///
+    /// # Errors
+    ///
+    /// An error of kind [`Config`](StoreErrorKind::Config) if a setting is outside its bounds.
+    pub fn build(self) -> Result<SqliteStore, StoreError> {
+        if self.deadline.is_zero() {
+            return Err(StoreError::new(
+                StoreErrorKind::Config,
+                "the statement deadline is zero",
+            ));
+        }
+        Ok(SqliteStore::assemble(
+            self.pool,
+            Table::new(self.table)?,
+            self.deadline,
+        ))
+    }
+}
+
+impl Store for SqliteStore {
+    type Connection = SqliteConnection;
+    type Tx<'t> = Transaction<'t, Sqlite>;
+    type Wakeups = NoWakeups;
+
+    async fn begin(&self) -> Result<Self::Tx<'static>, StoreError> {
+        let doing = "begin a transaction";
+        self.within(doing, async {
+            self.inner
+                .pool
+                .begin_with(BEGIN)
+                .await
+                .map_err(|error| sqlite_error(doing, error))
+        })
+        .await
+    }
+
+    async fn commit(&self, tx: Self::Tx<'static>) -> Result<(), StoreError> {
+        let doing = "commit a transaction";
+        self.within(doing, async {
+            tx.commit()
+                .await
+                .map_err(|error| sqlite_error(doing, error))
+        })
+        .await
+    }
+
+    async fn rollback(&self, tx: Self::Tx<'static>) -> Result<(), StoreError> {
+        let doing = "roll back a transaction";
+        self.within(doing, async {
+            tx.rollback()
+                .await
+                .map_err(|error| sqlite_error(doing, error))
+        })
+        .await
+    }
+
+    async fn insert(
+        &self,
+        connection: &mut Self::Connection,
+        events: &[NewEvent],
+    ) -> Result<Vec<Insertion>, StoreError> {
+        insert::insert(connection, &self.inner.statements, events).await
+    }
+
+    async fn check(&self) -> Result<(), StoreError> {
+        let doing = "check the outbox";
+        let Inner {
+            statements, table, ..
+        } = &*self.inner;
+        let check = self.transaction(
+            doing,
+            End::Rollback,
+            async |connection: &mut SqliteConnection| {
+                check::run(connection, statements, table).await
+            },
+        );
+        self.within(doing, check).await
+    }
+
+    async fn claim(&self, request: &ClaimRequest<'_>) -> Result<Vec<Claimed>, StoreError> {
+        let statements = &self.inner.statements;
+        self.write("claim events", async |connection: &mut SqliteConnection| {
+            claim::run(connection, statements, request).await
+        })
+        .await
+    }
+
+    async fn claim_rows(
+        &self,
+        rows: &[i64],
+        request: &ClaimRequest<'_>,
+    ) -> Result<Vec<Claimed>, StoreError> {
+        let statements = &self.inner.statements;
+        self.write(
+            "claim events by number",
+            async |connection: &mut SqliteConnection| {
+                claim::run_rows(connection, statements, rows, request).await
+            },
+        )
+        .await
+    }
+
+    async fn verify(&self, leases: &[HeldLease]) -> Result<Vec<Verified>, StoreError> {
+        let statements = &self.inner.statements;
+        self.read(
+            "verify leases",
+            async |connection: &mut SqliteConnection| {
+                renew::verify(connection, statements, leases).await
+            },
+        )
+        .await
+    }
+
+    async fn renew(
+        &self,
+        leases: &[HeldLease],
+        lease: Duration,
+    ) -> Result<Vec<Renewal>, StoreError> {
+        let statements = &self.inner.statements;
+        self.write("renew leases", async |connection: &mut SqliteConnection| {
+            renew::renew(connection, statements, leases, lease).await
+        })
+        .await
+    }
+
+    async fn settle(&self, settlements: &[Settlement]) -> Result<Vec<Settled>, StoreError> {
+        let statements = &self.inner.statements;
+        self.write(
+            "settle events",
+            async |connection: &mut SqliteConnection| {
+                settle::run(connection, statements, settlements).await
+            },
+        )
+        .await
+    }
+
+    async fn release(&self, leases: &[HeldLease]) -> Result<Vec<Settled>, StoreError> {
+        let statements = &self.inner.statements;
+        self.write(
+            "release claims",
+            async |connection: &mut SqliteConnection| {
+                renew::release(connection, statements, leases).await
+            },
+        )
+        .await
+    }
+
+    async fn sweep(&self, request: &SweepRequest<'_>) -> Result<SweepChunk, StoreError> {
+        let statements = &self.inner.statements;
+        self.write("sweep", async |connection: &mut SqliteConnection| {
+            sweep::run(connection, statements, request).await
+        })
+        .await
+    }
+
+    async fn purge(&self, limit: NonZeroU32) -> Result<u64, StoreError> {
+        let statements = &self.inner.statements;
+        self.write("purge", async |connection: &mut SqliteConnection| {
+            purge::run(connection, statements, limit).await
+        })
+        .await
+    }
+
+    async fn find(&self, row: i64) -> Result<Option<EventRecord>, StoreError> {
+        let statements = &self.inner.statements;
+        self.read(
+            "find an event",
+            async |connection: &mut SqliteConnection| find::run(connection, statements, row).await,
+        )
+        .await
+    }
+
+    /// Always `None`: wake-ups do not leave the process.
+    async fn listen(&self) -> Result<Option<Self::Wakeups>, StoreError> {
+        Ok(None)
+    }
+
+    /// Does nothing.
+    async fn notify(&self) -> Result<(), StoreError> {
+        Ok(())
+    }
+}
+
+enum End {
+    Commit,
+    Rollback,
+}
+
+/// A connection that goes back to the pool only if its transaction was seen to end.
+///
+/// A deadline that elapses and a caller who goes away drop it in the middle of something. sqlx
+/// then queues a rollback; but a connection that hangs has not run it yet, and one whose
+/// transaction SQLite has already rolled back itself (a full disk) counts as inside a transaction
+/// for ever. Closing it lets the pool open a good one.
+struct Lent {
+    connection: PoolConnection<Sqlite>,
+    /// Also set where closing would be the end of the database itself.
+    keep: bool,
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        if !self.keep {
+            self.connection.close_on_drop();
+        }
+    }
+}
+
+/// Whether the database lives only as long as its connections.
+fn is_in_memory(pool: &SqlitePool) -> bool {
+    let options = pool.connect_options();
+    let file = options.get_filename().to_string_lossy();
+    file.is_empty() || file == ":memory:" || file.starts_with("file:sqlx-in-memory-")
+}
+
+/// Turns what sqlx reports while `doing` something into what the framework branches on.
+fn sqlite_error(
+    doing: impl Into<std::borrow::Cow<'static, str>>,
+    error: sqlx::Error,
+) -> StoreError {
+    if matches!(
+        error,
+        sqlx::Error::BeginFailed | sqlx::Error::InvalidSavePointStatement
+    ) {
+        // The connection is not in the state sqlx thinks it is in. It is closed; the next is not.
+        return StoreError::new(StoreErrorKind::Unreachable, doing).with_source(error);
+    }
+    store_error(doing, error, classify)
+}
+
+/// What SQLite's result codes mean to somebody who has to decide whether to try again.
+fn classify(error: &dyn DatabaseError) -> StoreErrorKind {
+    let code: u32 = error
+        .code()
+        .and_then(|code| code.parse().ok())
+        .unwrap_or_default();
+    // The low byte is the primary code; the rest of an extended one says more about it.
+    match (code & 0xff, code) {
+        (BUSY, BUSY_SNAPSHOT) | (LOCKED, _) => StoreErrorKind::Conflict,
+        (BUSY | INTERRUPT, _) => StoreErrorKind::TimedOut,
+        (TOOBIG | CONSTRAINT | MISMATCH, _) => StoreErrorKind::Data,
+        (PERM | READONLY | AUTH, _) => StoreErrorKind::Denied,
+        (IOERR | FULL | CANTOPEN, _) => StoreErrorKind::Unreachable,
+        (ERROR, _) if error.message().starts_with("no such table") => StoreErrorKind::SchemaMissing,
+        _ => StoreErrorKind::Other,
+    }
+}
+
+// https://sqlite.org/rescode.html
+const ERROR: u32 = 1;
+const PERM: u32 = 3;
+const BUSY: u32 = 5;
+const LOCKED: u32 = 6;
+const READONLY: u32 = 8;
+const INTERRUPT: u32 = 9;
+const IOERR: u32 = 10;
+const FULL: u32 = 13;
+const CANTOPEN: u32 = 14;
+const TOOBIG: u32 = 18;
+const CONSTRAINT: u32 = 19;
+const MISMATCH: u32 = 20;
+const AUTH: u32 = 23;
+const BUSY_SNAPSHOT: u32 = BUSY | (2 << 8);
+
+const BEGIN: &str = "BEGIN IMMEDIATE";
+const DEFAULT_TABLE: &str = "outbox_events";
+const DEFAULT_DEADLINE: Duration = Duration::from_secs(10);
+const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
+const CONNECTIONS: u32 = 5;

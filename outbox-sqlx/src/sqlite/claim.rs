@@ -1,0 +1,188 @@
+//! Claiming: taking due events under a lease.
+
+use outbox_core::event::Priority;
+use outbox_core::store::{ATTEMPTS_KEPT, ClaimRequest, Claimed, LEASE_ENDED};
+use serde_json::Value;
+use sqlx::SqliteConnection;
+
+use super::row::{CLAIMED_COLUMNS, claimed, micros, names_json, token_text};
+use super::sql::{Statements, safe};
+
+/// Claims up to `?1` due events of the names `?2` for `?3` microseconds under the token `?4` for the
+/// instance `?5`, of which `?6` are due retries and delays while there are any. `?7` to `?10` are
+/// the bounds of the levels, from critical to low.
+///
+/// - Each level of each half is a look of its own, so that it begins at its bound and stops at its
+///   limit: one scan over all levels walks over whatever is leased, put off or unhandled at the
+///   head of each.
+/// - The bound is on ready rows only. A waiting row has a low number and becomes due late.
+/// - Due retries and delays are taken from the front of their index, at least [`WINDOW`] of them,
+///   and then compete by number like everybody else. Sorting all that are due would cost every
+///   claim after an outage of the handlers a walk over the backlog.
+/// - `row_number` marks the reserved quarter, `ORDER BY waits_first` takes it before the rest.
+/// - The `IN` list is computed once, so the limit holds under any plan.
+/// - No SKIP LOCKED: SQLite has one writer, and the transaction that runs this is it.
+///
+/// Rows come back in no particular order.
+pub(super) fn claim() -> String {
+    let mut ready = Vec::new();
+    let mut waiting = Vec::new();
+    for (priority, bound) in Priority::DESCENDING.iter().zip(7..) {
+        let level = priority.level();
+        ready.push(format!(
+            "SELECT * FROM (
+                SELECT id, priority
+                FROM {{events}}
+                WHERE due_at IS NULL AND priority = {level} AND id >= ?{bound} AND {FREE}
+                ORDER BY id
+                LIMIT ?1
+            )"
+        ));
+        waiting.push(format!(
+            "SELECT * FROM (
+                SELECT id, priority
+                FROM {{events}}
+                WHERE due_at IS NOT NULL AND due_at <= {{now}} AND priority = {level} AND {FREE}
+                ORDER BY due_at, id
+                LIMIT max(?1, {WINDOW})
+            )"
+        ));
+    }
+    let union = |levels: Vec<String>| levels.join(" UNION ALL ");
+    let ready = union(ready);
+    let waiting = union(waiting);
+    let set = take();
+    format!(
+        "UPDATE {{events}} SET {set}
+        WHERE id IN (
+            SELECT id
+            FROM (
+                SELECT
+                    id, priority,
+                    row_number() OVER (ORDER BY priority DESC, id) <= ?6 AS waits_first
+                FROM ({waiting})
+                UNION ALL
+                SELECT id, priority, 0 FROM ({ready})
+            )
+            ORDER BY waits_first DESC, priority DESC, id
+            LIMIT ?1
+        )
+        RETURNING {CLAIMED_COLUMNS}"
+    )
+}
+
+/// Claims those of the rows `?6` that are due; the other parameters are those of [`claim`].
+///
+/// The materialized list has one row per number, so that the number is looked up in the table and
+/// the table is never walked.
+pub(super) fn claim_rows() -> String {
+    let set = take();
+    format!(
+        "UPDATE {{events}} SET {set}
+        WHERE id IN (
+            SELECT id
+            FROM {{events}}
+            WHERE id IN (SELECT value FROM json_each(?6))
+                AND (due_at IS NULL OR due_at <= {{now}})
+                AND {FREE}
+            ORDER BY priority DESC, id
+            LIMIT ?1
+        )
+        RETURNING {CLAIMED_COLUMNS}"
+    )
+}
+
+/// What a claim may take, apart from the due time.
+///
+/// - An expired lease needs no reaper: the same condition finds it.
+/// - A row without an attempt left is the sweep's.
+const FREE: &str = "
+    (lease_expires_at IS NULL OR lease_expires_at <= {now})
+    AND attempts < max_attempts
+    AND name IN (SELECT value FROM json_each(?2))
+";
+
+/// What a claim writes.
+///
+/// - The attempt is charged here, so that an event which kills its process runs out of attempts.
+/// - `due_at` is left as it is: no index entry is moved, and the row still tells that it waited.
+fn take() -> String {
+    let failures = lapsed();
+    format!(
+        "{failures},
+        attempts = attempts + 1,
+        lease_token = ?4,
+        lease_expires_at = {{now}} + ?3,
+        claimed_by = ?5"
+    )
+}
+
+/// Records the attempt whose lease is being taken over, under the instance that held it.
+///
+/// A right-hand side reads the row as it was: these are the attempt and instance of the old lease.
+/// An attempt that was recorded already (by a sweep whose own lease then ended) is not again.
+pub(super) fn lapsed() -> String {
+    let append = append_failure(&format!("'{LEASE_ENDED}'"));
+    format!(
+        "failures = CASE
+            WHEN lease_token IS NULL OR failures ->> '$[#-1].attempt' = attempts THEN failures
+            ELSE {append}
+        END"
+    )
+}
+
+/// The failures with one more, the oldest making room for it.
+pub(super) fn append_failure(error: &str) -> String {
+    format!(
+        "json_insert(
+            CASE
+                WHEN json_array_length(failures) >= {ATTEMPTS_KEPT} THEN json_remove(failures, '$[0]')
+                ELSE failures
+            END,
+            '$[#]',
+            json_object(
+                'attempt', attempts, 'at', {{now}}, 'instance', claimed_by, 'error', {error}
+            )
+        )"
+    )
+}
+
+/// How many due retries and delays of a level a claim orders by number, at least.
+const WINDOW: u32 = 1_000;
+
+pub(super) async fn run(
+    connection: &mut SqliteConnection,
+    statements: &Statements,
+    request: &ClaimRequest<'_>,
+) -> Result<Vec<Claimed>, sqlx::Error> {
+    let mut query = sqlx::query(safe(&statements.claim))
+        .bind(i64::from(request.limit.get()))
+        .bind(names_json(request.names))
+        .bind(micros(request.lease))
+        .bind(token_text(request.token))
+        .bind(request.instance)
+        .bind(i64::from(request.limit.get().div_ceil(4)));
+    for priority in Priority::DESCENDING {
+        query = query.bind(request.low_water.of(priority));
+    }
+    let rows = query.fetch_all(connection).await?;
+    rows.iter().map(|row| claimed(row, request.token)).collect()
+}
+
+pub(super) async fn run_rows(
+    connection: &mut SqliteConnection,
+    statements: &Statements,
+    numbers: &[i64],
+    request: &ClaimRequest<'_>,
+) -> Result<Vec<Claimed>, sqlx::Error> {
+    let rows = sqlx::query(safe(&statements.claim_rows))
+        .bind(i64::from(request.limit.get()))
+        .bind(names_json(request.names))
+        .bind(micros(request.lease))
+        .bind(token_text(request.token))
+        .bind(request.instance)
+        .bind(Value::from(numbers.to_vec()).to_string())
+        .fetch_all(connection)
+        .await?;
+    rows.iter().map(|row| claimed(row, request.token)).collect()
+}

@@ -1,0 +1,171 @@
+-- Events that are not settled, and nothing else. Numbers are never reused (AUTOINCREMENT), because
+-- an event id outlives its row. Times are microseconds since the epoch.
+CREATE TABLE {events} (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    name TEXT NOT NULL CHECK (name <> ''),
+    version INTEGER NOT NULL CHECK (version BETWEEN 1 AND 4294967295),
+    priority INTEGER NOT NULL CHECK (priority BETWEEN 0 AND 3),
+    payload TEXT NOT NULL,
+    headers TEXT,
+    dedup_key TEXT,
+    ordering_key TEXT,
+    attempts INTEGER NOT NULL DEFAULT 0,
+    max_attempts INTEGER NOT NULL CHECK (max_attempts BETWEEN 1 AND 4294967295),
+    -- NULL: due at once. Set: waits for a delay or a retry. A claim leaves it as it is.
+    due_at INTEGER,
+    lease_token TEXT,
+    lease_expires_at INTEGER,
+    claimed_by TEXT,
+    created_at INTEGER NOT NULL,
+    retention INTEGER NOT NULL CHECK (retention >= 0),
+    key_retention INTEGER NOT NULL CHECK (key_retention >= 0),
+    failures TEXT NOT NULL DEFAULT '[]'
+        CHECK (json_valid(failures) AND json_type(failures) = 'array'),
+    CONSTRAINT attempts_within_budget CHECK (attempts BETWEEN 0 AND max_attempts),
+    CONSTRAINT lease_is_whole CHECK (
+        (lease_token IS NULL) = (lease_expires_at IS NULL)
+        AND (lease_token IS NULL) = (claimed_by IS NULL)
+    ),
+    CONSTRAINT lease_is_charged CHECK (lease_token IS NULL OR attempts >= 1)
+) STRICT;
+
+CREATE INDEX {ready} ON {events} (priority DESC, id) WHERE due_at IS NULL;
+CREATE INDEX {waiting} ON {events} (priority DESC, due_at, id) WHERE due_at IS NOT NULL;
+
+-- Processed events, until their retention has passed.
+CREATE TABLE {history} (
+    id INTEGER PRIMARY KEY,
+    name TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    priority INTEGER NOT NULL,
+    payload TEXT NOT NULL,
+    headers TEXT,
+    dedup_key TEXT,
+    ordering_key TEXT,
+    attempts INTEGER NOT NULL,
+    max_attempts INTEGER NOT NULL,
+    claimed_by TEXT,
+    created_at INTEGER NOT NULL,
+    settled_at INTEGER NOT NULL,
+    expires_at INTEGER NOT NULL,
+    failures TEXT NOT NULL,
+    output TEXT
+) STRICT;
+
+CREATE INDEX {history_end} ON {history} (expires_at);
+
+-- Events nobody will try again unless a person asks. Never removed by age.
+CREATE TABLE {dead} (
+    id INTEGER PRIMARY KEY,
+    name TEXT NOT NULL,
+    version INTEGER NOT NULL,
+    priority INTEGER NOT NULL,
+    payload TEXT NOT NULL,
+    headers TEXT,
+    dedup_key TEXT,
+    ordering_key TEXT,
+    attempts INTEGER NOT NULL,
+    max_attempts INTEGER NOT NULL,
+    claimed_by TEXT,
+    created_at INTEGER NOT NULL,
+    settled_at INTEGER NOT NULL,
+    retention INTEGER NOT NULL,
+    key_retention INTEGER NOT NULL,
+    failures TEXT NOT NULL,
+    reason TEXT NOT NULL CHECK (reason <> '')
+) STRICT;
+
+-- Who holds a dedup key. `state` is NULL while the event is not settled; a key ends only once its
+-- event is processed.
+CREATE TABLE {keys} (
+    name TEXT NOT NULL,
+    key TEXT NOT NULL,
+    event_id INTEGER NOT NULL,
+    state TEXT,
+    output TEXT,
+    expires_at INTEGER,
+    PRIMARY KEY (name, key),
+    CONSTRAINT key_state_is_whole CHECK (
+        CASE state
+            WHEN 'processed' THEN expires_at IS NOT NULL
+            WHEN 'dead_letter' THEN expires_at IS NULL AND output IS NULL
+            ELSE state IS NULL AND expires_at IS NULL AND output IS NULL
+        END
+    )
+) STRICT, WITHOUT ROWID;
+
+CREATE INDEX {keys_end} ON {keys} (expires_at) WHERE expires_at IS NOT NULL;
+
+-- The key is taken by the statement that inserts the event, so that neither is ever there without
+-- the other, whatever transaction the publisher is in, or none. A row that comes back under its old
+-- number takes its own key again; somebody else's key is refused.
+CREATE TRIGGER {take_key} AFTER INSERT ON {events} WHEN NEW.dedup_key IS NOT NULL
+BEGIN
+    SELECT RAISE(ABORT, 'the dedup key is taken')
+    FROM {keys}
+    WHERE name = NEW.name AND key = NEW.dedup_key AND event_id <> NEW.id;
+
+    INSERT INTO {keys} (name, key, event_id)
+    VALUES (NEW.name, NEW.dedup_key, NEW.id)
+    ON CONFLICT (name, key) DO UPDATE SET state = NULL, output = NULL, expires_at = NULL;
+END;
+
+-- With a row's number this makes an event id that no other database gives.
+CREATE TABLE {installation} (
+    one INTEGER PRIMARY KEY CHECK (one = 1),
+    uuid TEXT NOT NULL CHECK (length(uuid) = 32)
+) STRICT;
+
+INSERT INTO {installation} (one, uuid) VALUES (1, lower(hex(randomblob(16))));
+
+-- Everything about every event, for people. Columns that end in `_utc` are for reading, the others
+-- for comparing.
+CREATE VIEW {all} AS
+SELECT
+    id,
+    name,
+    version,
+    payload,
+    headers,
+    dedup_key,
+    ordering_key,
+    CASE priority WHEN 0 THEN 'low' WHEN 1 THEN 'normal' WHEN 2 THEN 'high' ELSE 'critical' END
+        AS priority,
+    status,
+    attempts,
+    max_attempts,
+    lease_token,
+    lease_expires_at,
+    claimed_by,
+    due_at,
+    created_at,
+    settled_at,
+    json_extract(failures, '$[#-1].error') AS last_error,
+    dead_reason,
+    output,
+    failures,
+    strftime('%Y-%m-%d %H:%M:%f', lease_expires_at / 1e6, 'unixepoch') AS lease_expires_utc,
+    strftime('%Y-%m-%d %H:%M:%f', due_at / 1e6, 'unixepoch') AS due_utc,
+    strftime('%Y-%m-%d %H:%M:%f', created_at / 1e6, 'unixepoch') AS created_utc,
+    strftime('%Y-%m-%d %H:%M:%f', settled_at / 1e6, 'unixepoch') AS settled_utc
+FROM (
+    SELECT
+        id, name, version, payload, headers, dedup_key, ordering_key, priority,
+        {status} AS status,
+        attempts, max_attempts, lease_token, lease_expires_at, claimed_by,
+        CASE WHEN lease_token IS NULL THEN due_at END AS due_at,
+        created_at, NULL AS settled_at, NULL AS dead_reason, NULL AS output, failures
+    FROM {events}
+    UNION ALL
+    SELECT
+        id, name, version, payload, headers, dedup_key, ordering_key, priority, 'processed',
+        attempts, max_attempts, NULL, NULL, claimed_by, NULL,
+        created_at, settled_at, NULL, output, failures
+    FROM {history}
+    UNION ALL
+    SELECT
+        id, name, version, payload, headers, dedup_key, ordering_key, priority, 'dead_letter',
+        attempts, max_attempts, NULL, NULL, claimed_by, NULL,
+        created_at, settled_at, reason, NULL, failures
+    FROM {dead}
+);

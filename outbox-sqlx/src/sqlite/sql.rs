@@ -1,0 +1,305 @@
+//! Names and statements: what a table name may be, and the SQL text made of it once, at build.
+
+use std::sync::Arc;
+
+use outbox_core::store::{StoreError, StoreErrorKind};
+use sqlx::AssertSqlSafe;
+
+use super::{check, claim, find, insert, migrate, purge, renew, settle, sweep};
+
+/// The database's clock, in microseconds since the epoch.
+///
+/// - `julianday` and not `unixepoch('subsec')`: the latter is unknown before SQLite 3.42, where it
+///   gives NULL instead of an error, and the view is read with whatever shell is at hand.
+/// - SQLite's clock counts milliseconds. `round` takes away the error of the division, so that
+///   the value is a whole number of them.
+/// - Within one statement the clock stands still, and it is first read after the statement has
+///   the write lock: a lease is not used up by waiting.
+const NOW: &str = "(CAST(round((julianday('now') - 2440587.5) * 86400000) AS INTEGER) * 1000)";
+
+/// The state of an event that is not settled, in the words of
+/// [`EventState`](outbox_core::store::EventState). The view is made of it, so changing it needs a
+/// migration.
+///
+/// A claim leaves `due_at` as it is, so the lease is asked first.
+const STATUS: &str = "
+    CASE
+        WHEN lease_expires_at > {now} THEN 'in_progress'
+        WHEN lease_expires_at IS NOT NULL THEN 'pending'
+        WHEN due_at IS NOT NULL AND attempts > 0 THEN 'failed'
+        ELSE 'pending'
+    END";
+
+/// The longest table name: what is left of PostgreSQL's 63 bytes after the longest suffix, so that
+/// a name which is valid in one store is valid in the other.
+const TABLE_MAX: usize = 63 - "_installation".len();
+
+/// A table name that was checked. All names of an outbox begin with it.
+#[derive(Clone, Debug)]
+pub(super) struct Table(String);
+
+impl Table {
+    pub(super) fn new(name: String) -> Result<Self, StoreError> {
+        let refused = |why: &str| {
+            StoreError::new(
+                StoreErrorKind::Config,
+                format!("the table name {name:?} {why}"),
+            )
+        };
+        if name.is_empty() {
+            return Err(refused("is empty"));
+        }
+        if name.len() > TABLE_MAX {
+            return Err(refused(&format!("is longer than {TABLE_MAX} bytes")));
+        }
+        if name.contains('\0') {
+            return Err(refused("contains U+0000"));
+        }
+        if name
+            .get(..7)
+            .is_some_and(|start| start.eq_ignore_ascii_case("sqlite_"))
+        {
+            return Err(refused(
+                "begins with `sqlite_`, which SQLite keeps to itself",
+            ));
+        }
+        Ok(Self(name))
+    }
+
+    pub(super) fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// Fills a statement's placeholders. Tables are named with their database, so that a temporary
+    /// table of the same name does not come between.
+    pub(super) fn statement(&self, template: &str) -> Arc<str> {
+        self.render(template, "main.").into()
+    }
+
+    /// Fills the placeholders of data definition, where SQLite does not allow a database's name
+    /// everywhere.
+    pub(super) fn definition(&self, template: &str) -> String {
+        self.render(template, "")
+    }
+
+    /// Walks the template once: a placeholder inside a table's own name is not filled.
+    fn render(&self, template: &str, database: &str) -> String {
+        let mut sql = String::with_capacity(template.len() * 2);
+        let mut rest = template;
+        while let Some((before, after)) = rest.split_once('{') {
+            let (placeholder, after) = after.split_once('}').expect("placeholders are closed");
+            sql.push_str(before);
+            match placeholder {
+                "now" => sql.push_str(NOW),
+                "status" => sql.push_str(&STATUS.replace("{now}", NOW)),
+                name => {
+                    sql.push_str(database);
+                    self.push_quoted(&mut sql, suffix(name));
+                }
+            }
+            rest = after;
+        }
+        sql.push_str(rest);
+        sql
+    }
+
+    fn push_quoted(&self, sql: &mut String, suffix: &str) {
+        sql.push('"');
+        sql.push_str(&self.0.replace('"', "\"\""));
+        sql.push_str(suffix);
+        sql.push('"');
+    }
+}
+
+fn suffix(placeholder: &str) -> &'static str {
+    match placeholder {
+        "events" => "",
+        "ready" => "_ready",
+        "waiting" => "_waiting",
+        "history" => "_history",
+        "history_end" => "_history_end",
+        "dead" => "_dead",
+        "keys" => "_keys",
+        "keys_end" => "_keys_end",
+        "take_key" => "_take_key",
+        "installation" => "_installation",
+        "schema" => "_schema",
+        "all" => "_all",
+        unknown => unreachable!("`{{{unknown}}}` is no placeholder"),
+    }
+}
+
+/// Every statement of a store, rendered for its table.
+#[derive(Debug)]
+pub(super) struct Statements {
+    pub(super) insert: Arc<str>,
+    pub(super) existing: Arc<str>,
+    pub(super) claim: Arc<str>,
+    pub(super) claim_rows: Arc<str>,
+    pub(super) held: Arc<str>,
+    pub(super) archive: Arc<str>,
+    pub(super) close_keys: Arc<str>,
+    pub(super) bury: Arc<str>,
+    pub(super) mark_dead_keys: Arc<str>,
+    pub(super) leave: Arc<str>,
+    pub(super) retry: Arc<str>,
+    pub(super) verify: Arc<str>,
+    pub(super) renew: Arc<str>,
+    pub(super) release: Arc<str>,
+    pub(super) sweep_chunk: Arc<str>,
+    pub(super) sweep_names: Arc<str>,
+    pub(super) sweep_claim: Arc<str>,
+    pub(super) purge_history: Arc<str>,
+    pub(super) purge_keys: Arc<str>,
+    pub(super) find: Arc<str>,
+    pub(super) schema_version: Arc<str>,
+    pub(super) set_version: Arc<str>,
+    pub(super) renew_installation: Arc<str>,
+    pub(super) synchronous: Arc<str>,
+}
+
+impl Statements {
+    pub(super) fn new(table: &Table) -> Self {
+        Self {
+            insert: table.statement(insert::INSERT),
+            existing: table.statement(insert::EXISTING),
+            claim: table.statement(&claim::claim()),
+            claim_rows: table.statement(&claim::claim_rows()),
+            held: table.statement(settle::HELD),
+            archive: table.statement(settle::ARCHIVE),
+            close_keys: table.statement(settle::CLOSE_KEYS),
+            bury: table.statement(&settle::bury()),
+            mark_dead_keys: table.statement(settle::MARK_DEAD_KEYS),
+            leave: table.statement(settle::LEAVE),
+            retry: table.statement(&settle::retry()),
+            verify: table.statement(renew::VERIFY),
+            renew: table.statement(renew::RENEW),
+            release: table.statement(renew::RELEASE),
+            sweep_chunk: table.statement(sweep::CHUNK),
+            sweep_names: table.statement(sweep::NAMES),
+            sweep_claim: table.statement(&sweep::claim()),
+            purge_history: table.statement(purge::HISTORY),
+            purge_keys: table.statement(purge::KEYS),
+            find: table.statement(find::FIND),
+            schema_version: table.statement(migrate::VERSION),
+            set_version: table.statement(migrate::SET_VERSION),
+            renew_installation: table.statement(migrate::RENEW_INSTALLATION),
+            synchronous: table.statement(check::SYNCHRONOUS),
+        }
+    }
+}
+
+/// Hands a rendered statement to sqlx. It holds nothing from outside but the table's name, which
+/// was checked and quoted.
+pub(super) fn safe(sql: &Arc<str>) -> AssertSqlSafe<Arc<str>> {
+    AssertSqlSafe(Arc::clone(sql))
+}
+
+#[cfg(test)]
+mod tests {
+    use sqlx::Row;
+
+    use super::*;
+
+    #[track_caller]
+    fn check_refused(name: &str, why: &str) {
+        let error = Table::new(name.to_owned()).unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::Config);
+        assert!(error.to_string().contains(why), "{error}");
+    }
+
+    #[test]
+    fn a_table_name_has_limits() {
+        check_refused("", "is empty");
+        check_refused("a\0b", "contains U+0000");
+        check_refused("SQLite_events", "begins with `sqlite_`");
+        check_refused(&"x".repeat(TABLE_MAX + 1), "is longer than 50 bytes");
+        assert!(Table::new("x".repeat(TABLE_MAX)).is_ok());
+        assert!(Table::new("große \"Ereignisse\"; --".to_owned()).is_ok());
+    }
+
+    #[test]
+    fn a_table_name_is_quoted_and_never_read_as_a_placeholder() {
+        let table = Table::new("a\"{keys}".to_owned()).unwrap();
+        assert_eq!(
+            &*table.statement("SELECT 1 FROM {events}, {keys} x"),
+            r#"SELECT 1 FROM main."a""{keys}", main."a""{keys}_keys" x"#
+        );
+    }
+
+    /// Every statement that looks for rows of the outbox, under a name.
+    fn looking(statements: &Statements) -> [(&'static str, &Arc<str>); 19] {
+        [
+            ("insert", &statements.insert),
+            ("existing", &statements.existing),
+            ("claim", &statements.claim),
+            ("claim_rows", &statements.claim_rows),
+            ("held", &statements.held),
+            ("archive", &statements.archive),
+            ("close_keys", &statements.close_keys),
+            ("bury", &statements.bury),
+            ("mark_dead_keys", &statements.mark_dead_keys),
+            ("leave", &statements.leave),
+            ("retry", &statements.retry),
+            ("verify", &statements.verify),
+            ("renew", &statements.renew),
+            ("release", &statements.release),
+            ("sweep_names", &statements.sweep_names),
+            ("sweep_claim", &statements.sweep_claim),
+            ("purge_history", &statements.purge_history),
+            ("purge_keys", &statements.purge_keys),
+            ("find", &statements.find),
+        ]
+    }
+
+    #[tokio::test]
+    async fn no_statement_walks_a_table_and_the_claim_uses_both_indexes_on_every_level() {
+        let pool = sqlx::sqlite::SqlitePoolOptions::new()
+            .max_connections(1)
+            .connect("sqlite::memory:")
+            .await
+            .unwrap();
+        let store = super::super::SqliteStore::new(pool.clone());
+        store.migrate().await.unwrap();
+        // Empty, then full without statistics, then with them.
+        for before in [
+            "SELECT 1",
+            "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 3000)
+            INSERT INTO outbox_events (
+                name, version, priority, payload, dedup_key, max_attempts, due_at, created_at,
+                retention, key_retention
+            )
+            SELECT
+                'order.paid', 1, i % 4, '{}', 'k' || i, 5, CASE WHEN i % 3 = 0 THEN i END, 1, 1, 1
+            FROM n",
+            "ANALYZE",
+        ] {
+            sqlx::raw_sql(before).execute(&pool).await.unwrap();
+            for (name, sql) in looking(&store.inner.statements) {
+                let plan: Vec<String> =
+                    sqlx::query(AssertSqlSafe(format!("EXPLAIN QUERY PLAN {sql}")))
+                        .fetch_all(&pool)
+                        .await
+                        .unwrap()
+                        .iter()
+                        .map(|row| row.get("detail"))
+                        .collect();
+                // Lists that came as JSON and results of inner queries have no index, and the
+                // installation is one row.
+                let walks = |step: &&String| {
+                    step.starts_with("SCAN")
+                        && !step.contains("VIRTUAL TABLE")
+                        && !step.contains("(subquery")
+                        && !step.contains("_installation")
+                };
+                assert_eq!(plan.iter().find(walks), None, "{name}: {plan:#?}");
+                if name == "claim" {
+                    for index in ["outbox_events_ready", "outbox_events_waiting"] {
+                        let levels = plan.iter().filter(|step| step.contains(index)).count();
+                        assert_eq!(levels, 4, "{index}: {plan:#?}");
+                    }
+                }
+            }
+        }
+    }
+}

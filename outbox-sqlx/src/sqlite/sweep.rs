@@ -1,0 +1,92 @@
+//! Sweeping: looking at all that is not settled, whatever its name.
+
+use outbox_core::store::{SweepChunk, SweepRequest};
+use sqlx::{Row, SqliteConnection};
+
+use super::claim::lapsed;
+use super::row::{CLAIMED_COLUMNS, claimed, micros, names_json, text, token_text};
+use super::sql::{Statements, safe};
+
+/// How many rows the chunk after `?1` of at most `?2` has, and the last of them.
+pub(super) const CHUNK: &str = "
+    SELECT count(*) AS rows, max(id) AS last
+    FROM (SELECT id FROM {events} WHERE id > ?1 ORDER BY id LIMIT ?2)
+";
+
+/// Counts the rows of the chunk from after `?1` to `?2` whose name is none of `?3`.
+pub(super) const NAMES: &str = "
+    SELECT name, count(*) AS rows
+    FROM {events}
+    WHERE id > ?1 AND id <= ?2 AND name NOT IN (SELECT value FROM json_each(?3))
+    GROUP BY name
+    ORDER BY name
+";
+
+/// Claims the rows of the chunk from after `?1` to `?2` that have no attempt left and no lease that
+/// still runs, for `?3` microseconds under the token `?4` for the instance `?5`.
+///
+/// - `lease_expires_at IS NULL`: a row that ran out of attempts without a lease is not one the
+///   framework writes, but somebody may lower `max_attempts` by hand; a claim never takes it, so
+///   the sweep must.
+/// - No attempt is charged: no handler will run.
+/// - No condition on the name: a dead letter needs no handler.
+pub(super) fn claim() -> String {
+    let failures = lapsed();
+    format!(
+        "UPDATE {{events}}
+        SET {failures},
+            lease_token = ?4,
+            lease_expires_at = {{now}} + ?3,
+            claimed_by = ?5
+        WHERE id > ?1 AND id <= ?2
+            AND attempts >= max_attempts
+            AND (lease_expires_at IS NULL OR lease_expires_at <= {{now}})
+        RETURNING {CLAIMED_COLUMNS}"
+    )
+}
+
+pub(super) async fn run(
+    connection: &mut SqliteConnection,
+    statements: &Statements,
+    request: &SweepRequest<'_>,
+) -> Result<SweepChunk, sqlx::Error> {
+    let scan = i64::from(request.scan.get());
+    let chunk = sqlx::query(safe(&statements.sweep_chunk))
+        .bind(request.after)
+        .bind(scan)
+        .fetch_one(&mut *connection)
+        .await?;
+    let Some(last) = chunk.try_get::<Option<i64>, _>("last")? else {
+        return Ok(SweepChunk::default());
+    };
+    let full = chunk.try_get::<i64, _>("rows")? >= scan;
+
+    let names = sqlx::query(safe(&statements.sweep_names))
+        .bind(request.after)
+        .bind(last)
+        .bind(names_json(request.names))
+        .fetch_all(&mut *connection)
+        .await?;
+    let mut unhandled = Vec::with_capacity(names.len());
+    for row in &names {
+        let rows = u64::try_from(row.try_get::<i64, _>("rows")?).unwrap_or(0);
+        unhandled.push((text(row, "name")?, rows));
+    }
+
+    let exhausted = sqlx::query(safe(&statements.sweep_claim))
+        .bind(request.after)
+        .bind(last)
+        .bind(micros(request.lease))
+        .bind(token_text(request.token))
+        .bind(request.instance)
+        .fetch_all(&mut *connection)
+        .await?;
+    Ok(SweepChunk {
+        exhausted: exhausted
+            .iter()
+            .map(|row| claimed(row, request.token))
+            .collect::<Result<_, _>>()?,
+        unhandled,
+        next: full.then_some(last),
+    })
+}
