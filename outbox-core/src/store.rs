@@ -89,8 +89,8 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// rights, proven by a row that is inserted, claimed, settled and rolled back.
     fn check(&self) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Claims due rows of the given names: by priority, then number, with a quarter of the limit
-    /// (rounded up) reserved for due retries and delays while there are any.
+    /// Claims due rows of the given names: first as many due retries and delays as are reserved
+    /// for them, then whatever is due, all by priority, then number (rows that waited: due time).
     ///
     /// Rows come back in no particular order.
     fn claim(
@@ -144,8 +144,9 @@ pub trait Store: Clone + Send + Sync + 'static {
 
     /// Looks at one chunk of the unsettled rows, in the order of their numbers.
     ///
-    /// Claims, without charging an attempt and whatever their names, rows whose lease expired with
-    /// no attempt left, and counts rows whose name this process does not know.
+    /// Claims, without charging an attempt and whatever their names, due rows with no attempt left
+    /// (as a rule their lease has expired), and counts rows whose name this process does not know.
+    /// `claimed_by` still names the last holder, if there was one: it is the one that failed.
     fn sweep(
         &self,
         request: &SweepRequest<'_>,
@@ -330,6 +331,9 @@ impl fmt::Display for EventState {
 pub struct ClaimRequest<'a> {
     /// The most rows to take.
     pub limit: NonZeroU32,
+    /// How many of them are for due retries and delays first, whatever else is due, while there
+    /// are any. At most the limit.
+    pub reserved: u32,
     /// How long the leases last.
     pub lease: Duration,
     /// The token of this claim.

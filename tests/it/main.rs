@@ -9,4 +9,6 @@ mod events;
 mod support;
 
 #[cfg(test)]
+mod contract;
+#[cfg(test)]
 mod in_memory;

@@ -367,6 +367,7 @@ impl<S: Store> Dispatcher<S> {
         rows.sort_unstable();
         let request = ClaimRequest {
             limit: limit(capacity.len()),
+            reserved: 0,
             lease: settings.lease,
             token: LeaseToken::random(),
             instance: &settings.instance,

@@ -25,13 +25,14 @@ const GATHER: Duration = Duration::from_millis(2);
 pub(crate) async fn run<S: Store>(parts: Arc<RelayParts<S>>) {
     let permits = Arc::new(Semaphore::new(parts.concurrency.get() as usize));
     let mut marks = Marks::new();
+    let mut reserve = Reserve::default();
     let mut poll = Poll::new(parts.poll);
     let mut pause = wait::Backoff::new(Duration::from_millis(50), Duration::from_secs(5));
     loop {
         let Some(capacity) = gather(&parts, &permits).await else {
             return;
         };
-        match claim(&parts, capacity, &mut marks).await {
+        match claim(&parts, capacity, &mut marks, &mut reserve).await {
             Ok(Found::Everything) => {
                 pause.reset();
                 poll.reset();
@@ -112,15 +113,18 @@ async fn claim<S: Store>(
     parts: &RelayParts<S>,
     mut capacity: Capacity,
     marks: &mut Marks,
+    reserve: &mut Reserve,
 ) -> Result<Found, StoreError> {
     let shared = &parts.shared;
     let asked = capacity.len();
     let look = marks.look();
+    let limit = u32::try_from(asked)
+        .ok()
+        .and_then(NonZeroU32::new)
+        .unwrap_or(NonZeroU32::MIN);
     let request = ClaimRequest {
-        limit: u32::try_from(asked)
-            .ok()
-            .and_then(NonZeroU32::new)
-            .unwrap_or(NonZeroU32::MIN),
+        limit,
+        reserved: reserve.of(limit),
         lease: shared.settings.lease,
         token: LeaseToken::random(),
         instance: &shared.settings.instance,
@@ -155,6 +159,26 @@ async fn claim<S: Store>(
     } else {
         Found::Some(found)
     })
+}
+
+/// How much of each claim is for due retries and delays: a quarter, so that neither they nor new
+/// events wait for the end of a backlog of the others.
+///
+/// What a small claim's quarter lacks of a whole row is carried over to the next one. Rounded up,
+/// a relay that claims one row at a time would take nothing but retries while there are any;
+/// rounded down, none until everything of a higher priority is done.
+#[derive(Debug, Default)]
+struct Reserve {
+    quarters: u32,
+}
+
+impl Reserve {
+    fn of(&mut self, limit: NonZeroU32) -> u32 {
+        self.quarters += limit.get();
+        let whole = self.quarters / 4;
+        self.quarters %= 4;
+        whole
+    }
 }
 
 /// The pause of an idle relay: it doubles up to the configured interval, and ends early when
@@ -213,5 +237,19 @@ pub(super) async fn stoppable<S: Store, T>(
         () = parts.shared.stopping.cancelled() => None,
         () = parts.shared.closing.cancelled() => None,
         value = future => Some(value),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_quarter_is_reserved_whatever_the_size_of_the_claims() {
+        let mut reserve = Reserve::default();
+        let mut of = |limit| reserve.of(NonZeroU32::new(limit).unwrap());
+        assert_eq!([of(1), of(1), of(1), of(1)], [0, 0, 0, 1]);
+        assert_eq!([of(100), of(8)], [25, 2]);
+        assert_eq!([of(3), of(3), of(3), of(3)], [0, 1, 1, 1]);
     }
 }

@@ -1,5 +1,6 @@
 //! A PostgreSQL database of its own for one test.
 
+use outbox_sqlx::PgStore;
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
 use sqlx::{ConnectOptions, PgConnection, PgPool};
 
@@ -78,7 +79,10 @@ impl Drop for PgDb {
 
 /// Installs the outbox in the database that [`PgDb::new`] copies.
 async fn prepare_template(pool: PgPool) {
-    let _ = pool;
+    PgStore::new(pool)
+        .migrate()
+        .await
+        .expect("migrate the template");
 }
 
 #[cfg(test)]

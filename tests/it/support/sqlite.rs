@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use outbox_sqlx::sqlite::SqliteStore;
 use sqlx::SqlitePool;
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePoolOptions, SqliteSynchronous};
 use tempfile::TempDir;
@@ -67,7 +68,10 @@ impl SqliteDb {
 
 /// Installs the outbox.
 async fn prepare(pool: &SqlitePool) {
-    let _ = pool;
+    SqliteStore::new(pool.clone())
+        .migrate()
+        .await
+        .expect("migrate a new SQLite file");
 }
 
 #[cfg(test)]

@@ -158,8 +158,8 @@ pub async fn a_retry_waits_for_its_due_time<H: Harness>(h: &H) {
     assert_eq!(claimed.attempt.get(), 2);
 }
 
-/// A quarter of each batch is for due retries and delays, whatever else is due before them.
-pub async fn a_quarter_of_a_batch_is_for_waiting_rows<H: Harness>(h: &H) {
+/// What is reserved is for due retries and delays, whatever else is due before them.
+pub async fn a_reserved_part_of_a_batch_is_for_waiting_rows<H: Harness>(h: &H) {
     let waiting = NewEvent {
         priority: Priority::Low,
         ..delayed()
@@ -170,13 +170,14 @@ pub async fn a_quarter_of_a_batch_is_for_waiting_rows<H: Harness>(h: &H) {
     }
     let ready = publish_all(h, &vec![of_priority(Priority::Critical); 20]).await;
 
-    let first = claim_up_to(h, 8).await;
+    let first = claim_with_reserve(h, 8, 2).await;
     assert_eq!(first[..2], waiting[..2]);
     assert_eq!(first[2..], ready[..6]);
-    // Rounded up: two of five.
-    let second = claim_up_to(h, 5).await;
-    assert_eq!(second[..2], waiting[2..4]);
-    assert_eq!(second[2..], ready[6..9]);
+    let second = claim_with_reserve(h, 1, 1).await;
+    assert_eq!(second, waiting[2..3]);
+    // With nothing reserved, priority alone decides.
+    let third = claim_with_reserve(h, 5, 0).await;
+    assert_eq!(third, ready[6..11]);
 }
 
 /// The reserve, too, goes to the higher priority first.
@@ -191,7 +192,7 @@ pub async fn the_reserve_goes_by_priority<H: Harness>(h: &H) {
         h.make_due(*row).await;
     }
     let ready = publish_all(h, &vec![of_priority(Priority::Critical); 6]).await;
-    let claimed = claim_up_to(h, 8).await;
+    let claimed = claim_with_reserve(h, 8, 2).await;
     assert_eq!(claimed, [&[waiting[1], waiting[3]], &ready[..]].concat());
 }
 
@@ -206,7 +207,7 @@ pub async fn waiting_rows_compete_at_their_priority<H: Harness>(h: &H) {
         h.make_due(*row).await;
     }
     let ready = publish_all(h, &vec![event(); 4]).await;
-    let claimed = claim_up_to(h, 8).await;
+    let claimed = claim_with_reserve(h, 8, 2).await;
     assert_eq!(claimed, [&waiting[..], &ready[..3]].concat());
 }
 

@@ -188,7 +188,7 @@ macro_rules! __store_contract_cases {
                 a_low_water_mark_bounds_one_priority
                 a_low_water_mark_never_hides_a_waiting_row
                 a_retry_waits_for_its_due_time
-                a_quarter_of_a_batch_is_for_waiting_rows
+                a_reserved_part_of_a_batch_is_for_waiting_rows
                 the_reserve_goes_by_priority
                 waiting_rows_compete_at_their_priority
                 a_reserve_that_nobody_needs_is_used

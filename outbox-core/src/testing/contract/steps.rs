@@ -142,10 +142,11 @@ pub(super) fn inserted(answer: &Insertion) -> EventId {
     }
 }
 
-/// A claim of `order.paid` by instance `a`, for an hour, under a new token.
+/// A claim of `order.paid` by instance `a`, for an hour, under a new token, with nothing reserved.
 pub(super) fn request(limit: u32) -> ClaimRequest<'static> {
     ClaimRequest {
         limit: count(limit),
+        reserved: 0,
         lease: HOUR,
         token: LeaseToken::random(),
         instance: "a",
@@ -164,6 +165,15 @@ pub(super) async fn claim<H: Harness>(h: &H, request: &ClaimRequest<'_>) -> Vec<
 /// The rows that a claim of at most `limit` takes, in ascending order.
 pub(super) async fn claim_up_to<H: Harness>(h: &H, limit: u32) -> Vec<i64> {
     rows(&claim(h, &request(limit)).await)
+}
+
+/// As [`claim_up_to`], with `reserved` of them for rows that waited.
+pub(super) async fn claim_with_reserve<H: Harness>(h: &H, limit: u32, reserved: u32) -> Vec<i64> {
+    let request = ClaimRequest {
+        reserved,
+        ..request(limit)
+    };
+    rows(&claim(h, &request).await)
 }
 
 /// Claims what must be the only due row.

@@ -65,7 +65,7 @@ pub async fn a_sweep_claims_what_is_out_of_attempts<H: Harness>(h: &H) {
     let held = record(h, row).await;
     assert_eq!(held.state, EventState::InProgress);
     assert_eq!(held.attempts, 1);
-    assert_eq!(held.claimed_by.as_deref(), Some("sweeper"));
+    assert_eq!(held.claimed_by.as_deref(), Some("a"), "the one that failed");
 
     let outcome = dead(DeadReason::LeaseExpired, "nobody came back");
     record_outcome(h, claimed.lease(), outcome).await;
@@ -75,6 +75,7 @@ pub async fn a_sweep_claims_what_is_out_of_attempts<H: Harness>(h: &H) {
     assert_eq!(settled.attempts, 1);
     assert_eq!(settled.failures.len(), 1, "one attempt failed once");
     assert_eq!(settled.failures[0].attempt, 1);
+    assert_eq!(settled.failures[0].instance, "a");
     assert_eq!(settled.failures[0].error, "nobody came back");
 }
 

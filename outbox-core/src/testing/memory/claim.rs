@@ -19,7 +19,7 @@ impl Database {
 
         let limit = request.limit.get() as usize;
         waited.sort_by_key(|row| first_claimed(row));
-        let beyond_reserve = waited.split_off(waited.len().min(limit.div_ceil(4)));
+        let beyond_reserve = waited.split_off(waited.len().min(request.reserved as usize));
         others.extend(beyond_reserve);
         others.sort_by_key(|row| first_claimed(row));
 
@@ -54,7 +54,9 @@ impl Database {
             looked_at += 1;
             chunk.next = Some(*number);
             if row.is_free(now) && !row.has_attempt_left() {
-                hold(row, request.token, request.instance, now + request.lease);
+                let holder = row.columns.claimed_by.clone();
+                let holder = holder.as_deref().unwrap_or(request.instance);
+                hold(row, request.token, holder, now + request.lease);
                 chunk.exhausted.extend(row.claimed());
             }
             if !request.names.contains(&row.columns.name.as_str()) {

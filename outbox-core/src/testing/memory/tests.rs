@@ -32,6 +32,7 @@ fn event() -> NewEvent {
 
 fn request() -> ClaimRequest<'static> {
     ClaimRequest {
+        reserved: 0,
         limit: NonZeroU32::new(10).unwrap(),
         lease: MINUTE,
         token: LeaseToken::random(),

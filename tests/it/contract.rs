@@ -1,0 +1,177 @@
+//! The store contract on both databases. (The store in memory passes it in its own crate.)
+
+mod postgres {
+    use std::time::Duration;
+
+    use outbox_core::testing::contract::Harness;
+    use outbox_sqlx::PgStore;
+    use sqlx::PgPool;
+
+    use crate::support::{PgDb, eventually};
+
+    struct Postgres {
+        db: PgDb,
+        store: PgStore,
+    }
+
+    impl Postgres {
+        async fn new() -> Self {
+            let db = PgDb::new().await;
+            let store = PgStore::new(db.pool());
+            Self { db, store }
+        }
+
+        async fn execute(&self, sql: &'static str, row: i64) {
+            let pool: PgPool = self.db.pool();
+            sqlx::query(sql).bind(row).execute(&pool).await.unwrap();
+        }
+    }
+
+    impl Harness for Postgres {
+        type Store = PgStore;
+
+        fn store(&self) -> &PgStore {
+            &self.store
+        }
+
+        async fn another_store(&self) -> PgStore {
+            PgStore::new(PgPool::connect_lazy_with(self.db.options()))
+        }
+
+        async fn expire_lease(&self, row: i64) {
+            self.execute(
+                "UPDATE outbox.outbox_events SET lease_expires_at = clock_timestamp() WHERE id = $1",
+                row,
+            )
+            .await;
+        }
+
+        async fn make_due(&self, row: i64) {
+            self.execute(
+                "UPDATE outbox.outbox_events SET due_at = clock_timestamp() \
+                 WHERE id = $1 AND due_at IS NOT NULL",
+                row,
+            )
+            .await;
+        }
+
+        async fn expire_retention(&self, row: i64) {
+            self.execute(
+                "UPDATE outbox.outbox_events_history SET expires_at = clock_timestamp() \
+                 WHERE id = $1",
+                row,
+            )
+            .await;
+            self.execute(
+                "UPDATE outbox.outbox_events_keys SET expires_at = clock_timestamp() \
+                 WHERE event_id = $1 AND expires_at IS NOT NULL",
+                row,
+            )
+            .await;
+        }
+
+        async fn publisher_waits(&self) {
+            let pool = self.db.pool();
+            eventually(Duration::from_secs(10), || async {
+                sqlx::query_scalar(
+                    "SELECT EXISTS (SELECT FROM pg_stat_activity \
+                     WHERE datname = current_database() AND wait_event_type = 'Lock')",
+                )
+                .fetch_one(&pool)
+                .await
+                .unwrap()
+            })
+            .await;
+        }
+    }
+
+    outbox_core::store_contract!(Postgres::new().await);
+}
+
+mod sqlite {
+    use std::time::Duration;
+
+    use outbox_core::testing::contract::Harness;
+    use outbox_sqlx::sqlite::SqliteStore;
+    use sqlx::SqlitePool;
+
+    use crate::support::SqliteDb;
+
+    struct Sqlite {
+        db: SqliteDb,
+        store: SqliteStore,
+    }
+
+    impl Sqlite {
+        async fn new() -> Self {
+            let db = SqliteDb::new().await;
+            let store = store_on(db.pool());
+            Self { db, store }
+        }
+
+        /// In microseconds, as the columns have it; a millisecond back, because that is how fine
+        /// SQLite's clock is.
+        async fn execute(&self, sql: &'static str, row: i64) {
+            let mut tx = self.db.pool().begin_with("BEGIN IMMEDIATE").await.unwrap();
+            sqlx::query(sql).bind(row).execute(&mut *tx).await.unwrap();
+            tx.commit().await.unwrap();
+        }
+    }
+
+    /// With a short deadline: a case in which a claim meets an open transaction waits for it.
+    fn store_on(pool: SqlitePool) -> SqliteStore {
+        SqliteStore::builder(pool)
+            .statement_deadline(Duration::from_secs(3))
+            .build()
+            .unwrap()
+    }
+
+    impl Harness for Sqlite {
+        type Store = SqliteStore;
+
+        fn store(&self) -> &SqliteStore {
+            &self.store
+        }
+
+        async fn another_store(&self) -> SqliteStore {
+            store_on(SqlitePool::connect_lazy_with(self.db.options()))
+        }
+
+        async fn expire_lease(&self, row: i64) {
+            self.execute(
+                "UPDATE outbox_events SET lease_expires_at = \
+                 CAST(unixepoch('subsec') * 1000000 AS INTEGER) - 1000 WHERE id = ?1",
+                row,
+            )
+            .await;
+        }
+
+        async fn make_due(&self, row: i64) {
+            self.execute(
+                "UPDATE outbox_events SET due_at = \
+                 CAST(unixepoch('subsec') * 1000000 AS INTEGER) - 1000 \
+                 WHERE id = ?1 AND due_at IS NOT NULL",
+                row,
+            )
+            .await;
+        }
+
+        async fn expire_retention(&self, row: i64) {
+            self.execute(
+                "UPDATE outbox_events_history SET expires_at = \
+                 CAST(unixepoch('subsec') * 1000000 AS INTEGER) - 1000 WHERE id = ?1",
+                row,
+            )
+            .await;
+            self.execute(
+                "UPDATE outbox_events_keys SET expires_at = \
+                 CAST(unixepoch('subsec') * 1000000 AS INTEGER) - 1000 \
+                 WHERE event_id = ?1 AND expires_at IS NOT NULL",
+                row,
+            )
+            .await;
+        }
+    }
+
+    outbox_core::store_contract!(Sqlite::new().await);
+}
