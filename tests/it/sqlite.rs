@@ -275,7 +275,9 @@ async fn a_rollback_or_a_savepoint_leaves_neither_row_nor_key() {
     publish(&store, &[keyed("a"), keyed("c")])
         .await
         .iter()
-        .for_each(|answer| drop(inserted(answer)));
+        .for_each(|answer| {
+            inserted(answer);
+        });
 }
 
 #[tokio::test]
@@ -1365,4 +1367,79 @@ async fn one_connection_in_memory_is_enough() {
     assert_eq!(error.kind(), StoreErrorKind::TimedOut);
     store.rollback(tx).await.unwrap();
     assert_eq!(claim_one(&store).await.id.row(), row);
+}
+
+// Failing
+
+#[tokio::test]
+async fn a_batch_that_one_row_makes_fail_records_nothing() {
+    let db = SqliteDb::new().await;
+    let store = installed(&db).await;
+    execute(
+        &db.pool(),
+        "CREATE TRIGGER picky BEFORE INSERT ON outbox_events_history WHEN NEW.output = 'bad'
+        BEGIN SELECT RAISE(ABORT, 'not this one'); END",
+    )
+    .await;
+    publish(&store, &[keyed("a"), keyed("b")]).await;
+    let claimed = claim(&store, 2).await;
+    let settlements: Vec<Settlement> = claimed
+        .iter()
+        .zip(["good", "bad"])
+        .map(|(claimed, output)| Settlement {
+            lease: claimed.lease(),
+            outcome: processed(Some(output)),
+        })
+        .collect();
+
+    let error = store.settle(&settlements).await.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Data);
+    assert_eq!(
+        store.settle(&settlements[..1]).await.unwrap(),
+        [Settled::Recorded]
+    );
+    assert_eq!(
+        settle(&store, &claimed[1], processed(None)).await,
+        Settled::Recorded
+    );
+}
+
+#[tokio::test]
+async fn a_lock_that_is_not_had_in_time_is_transient() {
+    let db = SqliteDb::new().await;
+    let store = installed(&db).await;
+    let options = db.pool().connect_options().as_ref().clone();
+    let hasty = SqlitePool::connect_with(options.busy_timeout(Duration::ZERO))
+        .await
+        .unwrap();
+    let writer = store.begin().await.unwrap();
+
+    let error = SqliteStore::new(hasty).begin().await.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::TimedOut);
+    assert!(error.is_transient());
+    store.rollback(writer).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_file_that_cannot_be_opened_is_unreachable() {
+    let db = SqliteDb::new().await;
+    let nowhere = db.path().with_file_name("missing").join("outbox.db");
+    let error = SqliteStore::open(&nowhere).await.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Unreachable);
+    assert!(error.to_string().contains("missing"), "{error}");
+}
+
+#[tokio::test]
+async fn settings_outside_their_bounds_are_refused() {
+    let db = SqliteDb::new().await;
+    for builder in [
+        SqliteStore::builder(db.pool()).table(""),
+        SqliteStore::builder(db.pool()).table("sqlite_events"),
+        SqliteStore::builder(db.pool()).table("a\0b"),
+        SqliteStore::builder(db.pool()).table("x".repeat(51)),
+        SqliteStore::builder(db.pool()).statement_deadline(Duration::ZERO),
+    ] {
+        let error = builder.build().unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::Config, "{error}");
+    }
 }

@@ -11,8 +11,9 @@ use outbox_core::store::{
 };
 use sqlx::SqliteConnection;
 
+use super::code::sqlite_error;
 use super::sql::{Statements, Table, safe};
-use super::{claim, insert, migrate, settle, sqlite_error};
+use super::{claim, insert, migrate, settle};
 
 /// 0 (OFF), 1 (NORMAL), 2 (FULL) or 3 (EXTRA), for this connection.
 pub(super) const SYNCHRONOUS: &str = "PRAGMA synchronous";

@@ -9,9 +9,9 @@ use outbox_core::store::{
 use serde_json::{Value, json};
 use sqlx::{Row, SqliteConnection};
 
+use super::code::sqlite_error;
 use super::row::{event_id, micros, token_text, undecodable};
 use super::sql::{Statements, safe};
-use super::sqlite_error;
 
 /// Inserts the events of the JSON array `?1` whose dedup keys are free.
 ///

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use outbox_core::store::{StoreError, StoreErrorKind};
 use sqlx::{AssertSqlSafe, Row, SqliteConnection};
 
+use super::code::sqlite_error;
 use super::sql::{Statements, Table, safe};
-use super::sqlite_error;
 
 /// The version of the schema this program works with.
 pub(super) const SCHEMA_VERSION: i64 = 1;

@@ -33,6 +33,13 @@
 //! holds it, and an application that holds it and waits for the relay waits until the pool gives
 //! up. In-memory databases of one connection work, within that limit.
 //!
+//! # A number can be given again after a rollback
+//!
+//! Row numbers are never reused once their transaction has committed, not even when the row is
+//! gone. But SQLite rolls the counter back with everything else: the event id that a publish
+//! answered with belongs to another event if that publish is rolled back. Do not let an id out
+//! before the commit.
+//!
 //! # What a commit is worth
 //!
 //! [`open`](SqliteStore::open) sets WAL and `synchronous = FULL`. With `NORMAL`, which is what many
@@ -50,8 +57,10 @@
 
 mod check;
 mod claim;
+mod code;
 mod find;
 mod insert;
+mod lend;
 mod migrate;
 mod purge;
 mod renew;
@@ -61,7 +70,6 @@ mod sql;
 mod sweep;
 
 use std::fmt;
-use std::future::Future;
 use std::num::NonZeroU32;
 use std::path::Path;
 use std::sync::Arc;
@@ -72,15 +80,14 @@ use outbox_core::store::{
     ClaimRequest, Claimed, EventRecord, Insertion, NewEvent, NoWakeups, Renewal, Settled,
     Settlement, Store, StoreError, StoreErrorKind, SweepChunk, SweepRequest, Verified,
 };
-use sqlx::error::DatabaseError;
-use sqlx::pool::PoolConnection;
 use sqlx::sqlite::{
     SqliteConnectOptions, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteSynchronous,
 };
-use sqlx::{Connection, Sqlite, SqliteConnection, Transaction};
+use sqlx::{Sqlite, SqliteConnection, Transaction};
 
+use self::code::sqlite_error;
+use self::lend::{BEGIN, End, is_in_memory};
 use self::sql::{Statements, Table, safe};
-use crate::error::store_error;
 
 /// An outbox in a SQLite database.
 ///
@@ -103,8 +110,8 @@ impl SqliteStore {
     /// Opens the file at `path`, and creates it if it is not there.
     ///
     /// The pool has up to 5 connections with WAL, `synchronous = FULL`, foreign keys enforced and a
-    /// busy timeout of 5 seconds. The tables are those of [`new`](Self::new); [`migrate`]
-    /// (Self::migrate) creates them.
+    /// busy timeout of 5 seconds. The tables are those of [`new`](Self::new), and
+    /// [`migrate`](Self::migrate) creates them.
     ///
     /// # Errors
     ///
@@ -135,11 +142,7 @@ impl SqliteStore {
     /// Nothing is sent to the database.
     #[must_use]
     pub fn new(pool: SqlitePool) -> Self {
-        Self::assemble(
-            pool,
-            Table::new(DEFAULT_TABLE.to_owned()).expect("the default table name is valid"),
-            DEFAULT_DEADLINE,
-        )
+        Self::assemble(pool, Table::default(), DEFAULT_DEADLINE)
     }
 
     /// Starts a store on the application's own pool with other settings than [`new`](Self::new).
@@ -153,11 +156,10 @@ impl SqliteStore {
     /// # Ok(())
     /// # }
     /// ```
-    #[must_use]
     pub fn builder(pool: SqlitePool) -> SqliteStoreBuilder {
         SqliteStoreBuilder {
             pool,
-            table: DEFAULT_TABLE.to_owned(),
+            table: Table::default().as_str().to_owned(),
             deadline: DEFAULT_DEADLINE,
         }
     }
@@ -242,84 +244,6 @@ impl SqliteStore {
     #[must_use]
     pub fn pool(&self) -> &SqlitePool {
         &self.inner.pool
-    }
-
-    /// Runs `work` in a write transaction of its own, within the deadline.
-    async fn write<T>(
-        &self,
-        doing: &'static str,
-        work: impl AsyncFnOnce(&mut SqliteConnection) -> Result<T, sqlx::Error>,
-    ) -> Result<T, StoreError> {
-        let transaction = self.transaction(
-            doing,
-            End::Commit,
-            async move |connection: &mut SqliteConnection| {
-                work(connection)
-                    .await
-                    .map_err(|error| sqlite_error(doing, error))
-            },
-        );
-        self.within(doing, transaction).await
-    }
-
-    /// Runs `work` in a transaction that holds the write lock from its beginning.
-    async fn transaction<T>(
-        &self,
-        doing: &'static str,
-        end: End,
-        work: impl AsyncFnOnce(&mut SqliteConnection) -> Result<T, StoreError>,
-    ) -> Result<T, StoreError> {
-        let failed = |error| sqlite_error(doing, error);
-        let mut lent = Lent {
-            connection: self.inner.pool.acquire().await.map_err(failed)?,
-            keep: self.inner.in_memory,
-        };
-        let mut tx = match lent.connection.begin_with(BEGIN).await {
-            Ok(tx) => tx,
-            Err(error) => {
-                // SQLite's own answer, that somebody else is writing for instance, leaves nothing
-                // behind on the connection.
-                lent.keep |= matches!(error, sqlx::Error::Database(_));
-                return Err(failed(error));
-            }
-        };
-        let answer = work(&mut tx).await;
-        let ended = match (&answer, end) {
-            (Ok(_), End::Commit) => tx.commit().await,
-            (Ok(_), End::Rollback) | (Err(_), _) => tx.rollback().await,
-        };
-        lent.keep |= ended.is_ok();
-        // What made the work fail says more than that the rollback failed after it.
-        let answer = answer?;
-        ended.map_err(failed)?;
-        Ok(answer)
-    }
-
-    /// Runs `read` on a connection of its own, within the deadline.
-    async fn read<T>(
-        &self,
-        doing: &'static str,
-        read: impl AsyncFnOnce(&mut SqliteConnection) -> Result<T, sqlx::Error>,
-    ) -> Result<T, StoreError> {
-        let answer = async move {
-            let mut connection = self.inner.pool.acquire().await?;
-            read(&mut connection).await
-        };
-        let answer = async move { answer.await.map_err(|error| sqlite_error(doing, error)) };
-        self.within(doing, answer).await
-    }
-
-    /// Gives `call` no longer than the deadline.
-    async fn within<T>(
-        &self,
-        doing: &'static str,
-        call: impl Future<Output = Result<T, StoreError>>,
-    ) -> Result<T, StoreError> {
-        tokio::time::timeout(self.inner.deadline, call)
-            .await
-            .unwrap_or_else(|elapsed| {
-                Err(StoreError::new(StoreErrorKind::TimedOut, doing).with_source(elapsed))
-            })
     }
 }
 
@@ -544,89 +468,6 @@ impl Store for SqliteStore {
     }
 }
 
-enum End {
-    Commit,
-    Rollback,
-}
-
-/// A connection that goes back to the pool only if its transaction was seen to end.
-///
-/// A deadline that elapses and a caller who goes away drop it in the middle of something. sqlx
-/// then queues a rollback; but a connection that hangs has not run it yet, and one whose
-/// transaction SQLite has already rolled back itself (a full disk) counts as inside a transaction
-/// for ever. Closing it lets the pool open a good one.
-struct Lent {
-    connection: PoolConnection<Sqlite>,
-    /// Also set where closing would be the end of the database itself.
-    keep: bool,
-}
-
-impl Drop for Lent {
-    fn drop(&mut self) {
-        if !self.keep {
-            self.connection.close_on_drop();
-        }
-    }
-}
-
-/// Whether the database lives only as long as its connections.
-fn is_in_memory(pool: &SqlitePool) -> bool {
-    let options = pool.connect_options();
-    let file = options.get_filename().to_string_lossy();
-    file.is_empty() || file == ":memory:" || file.starts_with("file:sqlx-in-memory-")
-}
-
-/// Turns what sqlx reports while `doing` something into what the framework branches on.
-fn sqlite_error(
-    doing: impl Into<std::borrow::Cow<'static, str>>,
-    error: sqlx::Error,
-) -> StoreError {
-    if matches!(
-        error,
-        sqlx::Error::BeginFailed | sqlx::Error::InvalidSavePointStatement
-    ) {
-        // The connection is not in the state sqlx thinks it is in. It is closed; the next is not.
-        return StoreError::new(StoreErrorKind::Unreachable, doing).with_source(error);
-    }
-    store_error(doing, error, classify)
-}
-
-/// What SQLite's result codes mean to somebody who has to decide whether to try again.
-fn classify(error: &dyn DatabaseError) -> StoreErrorKind {
-    let code: u32 = error
-        .code()
-        .and_then(|code| code.parse().ok())
-        .unwrap_or_default();
-    // The low byte is the primary code; the rest of an extended one says more about it.
-    match (code & 0xff, code) {
-        (BUSY, BUSY_SNAPSHOT) | (LOCKED, _) => StoreErrorKind::Conflict,
-        (BUSY | INTERRUPT, _) => StoreErrorKind::TimedOut,
-        (TOOBIG | CONSTRAINT | MISMATCH, _) => StoreErrorKind::Data,
-        (PERM | READONLY | AUTH, _) => StoreErrorKind::Denied,
-        (IOERR | FULL | CANTOPEN, _) => StoreErrorKind::Unreachable,
-        (ERROR, _) if error.message().starts_with("no such table") => StoreErrorKind::SchemaMissing,
-        _ => StoreErrorKind::Other,
-    }
-}
-
-// https://sqlite.org/rescode.html
-const ERROR: u32 = 1;
-const PERM: u32 = 3;
-const BUSY: u32 = 5;
-const LOCKED: u32 = 6;
-const READONLY: u32 = 8;
-const INTERRUPT: u32 = 9;
-const IOERR: u32 = 10;
-const FULL: u32 = 13;
-const CANTOPEN: u32 = 14;
-const TOOBIG: u32 = 18;
-const CONSTRAINT: u32 = 19;
-const MISMATCH: u32 = 20;
-const AUTH: u32 = 23;
-const BUSY_SNAPSHOT: u32 = BUSY | (2 << 8);
-
-const BEGIN: &str = "BEGIN IMMEDIATE";
-const DEFAULT_TABLE: &str = "outbox_events";
 const DEFAULT_DEADLINE: Duration = Duration::from_secs(10);
 const BUSY_TIMEOUT: Duration = Duration::from_secs(5);
 const CONNECTIONS: u32 = 5;

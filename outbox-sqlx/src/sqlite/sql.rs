@@ -38,6 +38,12 @@ const TABLE_MAX: usize = 63 - "_installation".len();
 #[derive(Clone, Debug)]
 pub(super) struct Table(String);
 
+impl Default for Table {
+    fn default() -> Self {
+        Self("outbox_events".to_owned())
+    }
+}
+
 impl Table {
     pub(super) fn new(name: String) -> Result<Self, StoreError> {
         let refused = |why: &str| {
@@ -215,6 +221,7 @@ mod tests {
         check_refused("SQLite_events", "begins with `sqlite_`");
         check_refused(&"x".repeat(TABLE_MAX + 1), "is longer than 50 bytes");
         assert!(Table::new("x".repeat(TABLE_MAX)).is_ok());
+        assert!(Table::new(Table::default().0).is_ok());
         assert!(Table::new("große \"Ereignisse\"; --".to_owned()).is_ok());
     }
 

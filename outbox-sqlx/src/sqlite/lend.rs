@@ -1,0 +1,129 @@
+//! A connection for one call: its transaction, its deadline, and what becomes of it afterwards.
+
+use std::future::Future;
+
+use outbox_core::store::{StoreError, StoreErrorKind};
+use sqlx::pool::PoolConnection;
+use sqlx::sqlite::SqlitePool;
+use sqlx::{Connection, Sqlite, SqliteConnection};
+
+use super::SqliteStore;
+use super::code::sqlite_error;
+
+/// Takes the write lock at once. A deferred transaction takes it at its first write, and is refused
+/// if somebody wrote after its first read, however long it would have waited.
+pub(super) const BEGIN: &str = "BEGIN IMMEDIATE";
+
+impl SqliteStore {
+    /// Runs `work` in a write transaction of its own, within the deadline.
+    pub(super) async fn write<T>(
+        &self,
+        doing: &'static str,
+        work: impl AsyncFnOnce(&mut SqliteConnection) -> Result<T, sqlx::Error>,
+    ) -> Result<T, StoreError> {
+        let transaction = self.transaction(
+            doing,
+            End::Commit,
+            async move |connection: &mut SqliteConnection| {
+                work(connection)
+                    .await
+                    .map_err(|error| sqlite_error(doing, error))
+            },
+        );
+        self.within(doing, transaction).await
+    }
+
+    /// Runs `work` in a transaction that holds the write lock from its beginning.
+    pub(super) async fn transaction<T>(
+        &self,
+        doing: &'static str,
+        end: End,
+        work: impl AsyncFnOnce(&mut SqliteConnection) -> Result<T, StoreError>,
+    ) -> Result<T, StoreError> {
+        let failed = |error| sqlite_error(doing, error);
+        let mut lent = Lent {
+            connection: self.inner.pool.acquire().await.map_err(failed)?,
+            keep: self.inner.in_memory,
+        };
+        let mut tx = match lent.connection.begin_with(BEGIN).await {
+            Ok(tx) => tx,
+            Err(error) => {
+                // SQLite's own answer, that somebody else is writing for instance, leaves nothing
+                // behind on the connection.
+                lent.keep |= matches!(error, sqlx::Error::Database(_));
+                return Err(failed(error));
+            }
+        };
+        let answer = work(&mut tx).await;
+        let ended = match (&answer, end) {
+            (Ok(_), End::Commit) => tx.commit().await,
+            (Ok(_), End::Rollback) | (Err(_), _) => tx.rollback().await,
+        };
+        lent.keep |= ended.is_ok();
+        // What made the work fail says more than that the rollback failed after it.
+        let answer = answer?;
+        ended.map_err(failed)?;
+        Ok(answer)
+    }
+
+    /// Runs `read` on a connection of its own, within the deadline.
+    pub(super) async fn read<T>(
+        &self,
+        doing: &'static str,
+        read: impl AsyncFnOnce(&mut SqliteConnection) -> Result<T, sqlx::Error>,
+    ) -> Result<T, StoreError> {
+        let answer = async move {
+            let mut connection = self.inner.pool.acquire().await?;
+            read(&mut connection).await
+        };
+        let answer = async move { answer.await.map_err(|error| sqlite_error(doing, error)) };
+        self.within(doing, answer).await
+    }
+
+    /// Gives `call` no longer than the deadline.
+    pub(super) async fn within<T>(
+        &self,
+        doing: &'static str,
+        call: impl Future<Output = Result<T, StoreError>>,
+    ) -> Result<T, StoreError> {
+        tokio::time::timeout(self.inner.deadline, call)
+            .await
+            .unwrap_or_else(|elapsed| {
+                Err(StoreError::new(StoreErrorKind::TimedOut, doing).with_source(elapsed))
+            })
+    }
+}
+
+/// How a transaction ends whose work succeeded.
+#[derive(Clone, Copy)]
+pub(super) enum End {
+    Commit,
+    Rollback,
+}
+
+/// A connection that goes back to the pool only if its transaction was seen to end.
+///
+/// A deadline that elapses and a caller who goes away drop it in the middle of something. sqlx
+/// then queues a rollback; but a connection that hangs has not run it yet, and one whose
+/// transaction SQLite has already rolled back itself (a full disk) counts as inside a transaction
+/// for ever. Closing it lets the pool open a good one.
+struct Lent {
+    connection: PoolConnection<Sqlite>,
+    /// Also set where closing would be the end of the database itself.
+    keep: bool,
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        if !self.keep {
+            self.connection.close_on_drop();
+        }
+    }
+}
+
+/// Whether the database lives only as long as its connections.
+pub(super) fn is_in_memory(pool: &SqlitePool) -> bool {
+    let options = pool.connect_options();
+    let file = options.get_filename().to_string_lossy();
+    file.is_empty() || file == ":memory:" || file.starts_with("file:sqlx-in-memory-")
+}
