@@ -9,6 +9,8 @@ mod events;
 mod support;
 
 #[cfg(test)]
+mod both;
+#[cfg(test)]
 mod contract;
 #[cfg(test)]
 mod in_memory;

@@ -9,64 +9,42 @@
 //!
 //! # Testing an application
 //!
-//! [`MemoryStore`] is a store like those on a database: hand it to what is generic over
-//! [`Store`](crate::Store), let that run, and look at the rows.
+//! [`MemoryStore`] is a store like those on a database: build the application's outbox on it, let
+//! the code under test publish, and look at the rows.
 //!
 //! ```
 //! use std::time::Duration;
 //!
-//! use outbox_core::lease::LeaseToken;
-//! use outbox_core::outcome::Outcome;
-//! use outbox_core::store::{ClaimRequest, Insertion, LowWater, NewEvent, Settlement};
 //! use outbox_core::testing::MemoryStore;
-//! use outbox_core::{EventState, Priority, Store};
+//! use outbox_core::{EventState, HandlerError, Outbox, OutboxEvent};
+//! use serde::{Deserialize, Serialize};
 //!
-//! # #[tokio::main(flavor = "current_thread")]
+//! #[derive(Serialize, Deserialize, OutboxEvent)]
+//! #[outbox(dedup_key = "{order_id}", output = String)]
+//! struct OrderPaid { order_id: u64 }
+//!
+//! # #[tokio::main(flavor = "current_thread", start_paused = true)]
 //! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let store = MemoryStore::new();
+//! let outbox = Outbox::builder(store.clone())
+//!     // The background follows the paused time of the test.
+//!     .on_current_runtime()
+//!     .on(|event: OrderPaid| async move {
+//!         Ok::<_, HandlerError>(format!("receipt-{}", event.order_id))
+//!     })
+//!     .build()?;
 //!
 //! // Nothing exists before the commit.
-//! let mut tx = store.begin().await?;
-//! let event = NewEvent {
-//!     name: "order.paid",
-//!     version: 1.try_into()?,
-//!     payload: r#"{"order_id":7}"#.to_owned(),
-//!     headers: None,
-//!     dedup_key: Some("7".to_owned()),
-//!     ordering_key: None,
-//!     priority: Priority::Normal,
-//!     max_attempts: 3.try_into()?,
-//!     delay: Duration::ZERO,
-//!     retention: Duration::from_secs(3_600),
-//!     key_retention: Duration::from_secs(86_400),
-//!     lease: None,
-//! };
-//! store.insert(&mut tx, std::slice::from_ref(&event)).await?;
+//! let mut tx = outbox.begin().await?;
+//! let _ = tx.publish(&OrderPaid { order_id: 7 }).await?;
 //! assert!(store.records().is_empty());
-//! store.commit(tx).await?;
-//! assert_eq!(store.records()[0].state, EventState::Pending);
-//!
-//! // A second one with the same key is a duplicate.
-//! let mut tx = store.begin().await?;
-//! let answers = store.insert(&mut tx, &[event]).await?;
-//! store.commit(tx).await?;
-//! assert!(matches!(answers[0], Insertion::Existing(_)));
-//! assert_eq!(store.records().len(), 1);
-//!
-//! // What a relay does with it.
-//! let request = ClaimRequest {
-//!     limit: 10.try_into()?,
-//!     lease: Duration::from_secs(30),
-//!     token: LeaseToken::random(),
-//!     instance: "test",
-//!     names: &["order.paid"],
-//!     low_water: LowWater::BEGINNING,
-//! };
-//! let claimed = store.claim(&request).await?;
-//! let outcome = Outcome::Processed { output: None };
-//! let lease = claimed[0].lease();
-//! store.settle(&[Settlement { lease, outcome }]).await?;
+//! tx.commit().await?.settled().await;
 //! assert_eq!(store.records()[0].state, EventState::Processed);
+//!
+//! // The same key again is answered with the earlier result.
+//! let mut tx = outbox.begin().await?;
+//! let again = tx.publish(&OrderPaid { order_id: 7 }).await?;
+//! assert_eq!(again.duplicate().unwrap().output()?.as_deref(), Some("receipt-7"));
 //! # Ok(())
 //! # }
 //! ```

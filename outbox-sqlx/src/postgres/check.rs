@@ -175,6 +175,7 @@ fn event(dedup_key: Option<String>) -> NewEvent {
 
 fn request(token: LeaseToken) -> ClaimRequest<'static> {
     ClaimRequest {
+        reserved: 0,
         limit: NonZeroU32::MIN,
         lease: LEASE,
         token,

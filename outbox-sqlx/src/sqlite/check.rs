@@ -39,6 +39,7 @@ pub(super) async fn run(
         return Err(odd("a new row was taken for a duplicate"));
     };
     let request = ClaimRequest {
+        reserved: 0,
         limit: NonZeroU32::MIN,
         lease: Duration::from_secs(60),
         token: LeaseToken::random(),
