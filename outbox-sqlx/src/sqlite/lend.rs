@@ -5,7 +5,7 @@ use std::future::Future;
 use outbox_core::store::{StoreError, StoreErrorKind};
 use sqlx::pool::PoolConnection;
 use sqlx::sqlite::SqlitePool;
-use sqlx::{Connection, Sqlite, SqliteConnection};
+use sqlx::{Connection, Sqlite, SqliteConnection, Transaction};
 
 use super::SqliteStore;
 use super::code::sqlite_error;
@@ -41,10 +41,7 @@ impl SqliteStore {
         work: impl AsyncFnOnce(&mut SqliteConnection) -> Result<T, StoreError>,
     ) -> Result<T, StoreError> {
         let failed = |error| sqlite_error(doing, error);
-        let mut lent = Lent {
-            connection: self.inner.pool.acquire().await.map_err(failed)?,
-            keep: self.inner.in_memory,
-        };
+        let mut lent = self.lend().await.map_err(failed)?;
         let mut tx = match lent.connection.begin_with(BEGIN).await {
             Ok(tx) => tx,
             Err(error) => {
@@ -73,11 +70,39 @@ impl SqliteStore {
         read: impl AsyncFnOnce(&mut SqliteConnection) -> Result<T, sqlx::Error>,
     ) -> Result<T, StoreError> {
         let answer = async move {
-            let mut connection = self.inner.pool.acquire().await?;
-            read(&mut connection).await
+            let mut lent = self.lend().await?;
+            let answer = read(&mut lent.connection).await;
+            lent.keep = true;
+            answer
         };
         let answer = async move { answer.await.map_err(|error| sqlite_error(doing, error)) };
         self.within(doing, answer).await
+    }
+
+    async fn lend(&self) -> Result<Lent, sqlx::Error> {
+        Ok(Lent {
+            connection: self.inner.pool.acquire().await?,
+            keep: self.inner.in_memory,
+        })
+    }
+
+    /// Begins a transaction of the application.
+    ///
+    /// Where SQLite has rolled a transaction back by itself, sqlx goes on counting it, and whoever
+    /// is given that connection next cannot begin. Our own transactions close such a connection;
+    /// the pool's `begin` gives it back. So one of ours is tried, and then the pool once more.
+    pub(super) async fn begin_for_caller(
+        &self,
+        doing: &'static str,
+    ) -> Result<Transaction<'static, Sqlite>, StoreError> {
+        let mut begun = self.inner.pool.begin_with(BEGIN).await;
+        if matches!(begun, Err(sqlx::Error::InvalidSavePointStatement)) {
+            let nothing = async |_: &mut SqliteConnection| Ok(());
+            // What it answers does not matter: it met the connection, and closed it, or another.
+            let _ = self.transaction(doing, End::Rollback, nothing).await;
+            begun = self.inner.pool.begin_with(BEGIN).await;
+        }
+        begun.map_err(|error| sqlite_error(doing, error))
     }
 
     /// Gives `call` no longer than the deadline.
@@ -101,7 +126,7 @@ pub(super) enum End {
     Rollback,
 }
 
-/// A connection that goes back to the pool only if its transaction was seen to end.
+/// A connection that goes back to the pool only if what it was lent for was seen to end.
 ///
 /// A deadline that elapses and a caller who goes away drop it in the middle of something. sqlx
 /// then queues a rollback; but a connection that hangs has not run it yet, and one whose

@@ -27,6 +27,10 @@
 //! again. [`begin`](outbox_core::store::Store::begin) and `begin_with("BEGIN IMMEDIATE")` do not
 //! have this.
 //!
+//! A statement can also end the whole transaction: one with `OR ROLLBACK`, or any on a full disk.
+//! It reports an error. Do not publish after that: with no transaction around it, an event is
+//! committed at once, although `commit()` fails later.
+//!
 //! # The pool is the application's
 //!
 //! The store has no connections of its own. On a pool of one connection a relay waits for whoever
@@ -86,7 +90,7 @@ use sqlx::sqlite::{
 use sqlx::{Sqlite, SqliteConnection, Transaction};
 
 use self::code::sqlite_error;
-use self::lend::{BEGIN, End, is_in_memory};
+use self::lend::{End, is_in_memory};
 use self::sql::{Statements, Table, safe};
 
 /// An outbox in a SQLite database.
@@ -311,14 +315,7 @@ impl Store for SqliteStore {
 
     async fn begin(&self) -> Result<Self::Tx<'static>, StoreError> {
         let doing = "begin a transaction";
-        self.within(doing, async {
-            self.inner
-                .pool
-                .begin_with(BEGIN)
-                .await
-                .map_err(|error| sqlite_error(doing, error))
-        })
-        .await
+        self.within(doing, self.begin_for_caller(doing)).await
     }
 
     async fn commit(&self, tx: Self::Tx<'static>) -> Result<(), StoreError> {
