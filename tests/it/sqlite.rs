@@ -186,24 +186,25 @@ async fn what_goes_in_comes_out_to_the_byte() {
         .collect();
     let payload = serde_json::json!({ "text": odd, "n": "1.10", "\\": "\"" }).to_string();
     let spaced = " {\"a\" : 1.10,\t\"a\":2}\r\n".to_owned();
-    let ids = publish_rows(
-        &store,
-        &[payload.clone(), spaced.clone()].map(|payload| NewEvent {
-            payload,
-            headers: Some(r#"{"traceparent":"00-1"}"#.to_owned()),
-            ordering_key: Some("o' \"1\"".to_owned()),
-            ..event()
-        }),
-    )
-    .await;
+    let events = [payload.clone(), spaced.clone()].map(|payload| NewEvent {
+        payload,
+        headers: Some(r#"{"traceparent":"00-1"}"#.to_owned()),
+        ordering_key: Some("o' \"1\"".to_owned()),
+        ..event()
+    });
+    // Together, and each by itself: a single event takes another way into the database.
+    let mut ids = publish_rows(&store, &events).await;
+    for event in events {
+        ids.push(publish_one(&store, event).await);
+    }
 
-    let claimed = claim(&store, 2).await;
-    for (id, expected) in ids.iter().zip([payload, spaced]) {
+    let claimed = claim(&store, 4).await;
+    for (id, expected) in ids.iter().zip([&payload, &spaced, &payload, &spaced]) {
         let one = claimed.iter().find(|one| one.id.row() == *id).unwrap();
-        assert_eq!(one.payload, expected);
+        assert_eq!(&one.payload, expected);
         assert_eq!(one.headers.as_deref(), Some(r#"{"traceparent":"00-1"}"#));
         let record = record(&store, *id).await;
-        assert_eq!(record.payload, expected);
+        assert_eq!(&record.payload, expected);
         assert_eq!(record.ordering_key.as_deref(), Some("o' \"1\""));
     }
 }

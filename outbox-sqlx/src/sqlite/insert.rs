@@ -1,62 +1,93 @@
 //! Inserting events through the caller's connection.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
 
 use outbox_core::event::EventId;
 use outbox_core::store::{
     EventState, Existing, Insertion, NewEvent, StoreError, StoreErrorKind, earlier_in_batch,
 };
 use serde_json::{Value, json};
-use sqlx::{Row, SqliteConnection};
+use sqlx::query::Query;
+use sqlx::sqlite::SqliteArguments;
+use sqlx::{Row, Sqlite, SqliteConnection};
 
 use super::code::sqlite_error;
 use super::row::{event_id, micros, token_text, undecodable};
 use super::sql::{Statements, safe};
 
-/// Inserts the events of the JSON array `?1` whose dedup keys are free.
+/// Inserts those of the events of `<source>` whose dedup keys are free.
 ///
-/// - One JSON parameter, because rows of bound values would end at 32,766 of them, and because the
-///   statement's text is then the same for one event and for a thousand.
 /// - `NOT EXISTS` and not `ON CONFLICT`: the key is in another table. SQLite has one writer, and
 ///   this statement holds its lock from before the look to after the insert, so nobody can take
 ///   the key in between.
 /// - The trigger on the table takes the key in this same statement, so that a caller without a
 ///   transaction cannot leave one without the other.
-/// - `ORDER BY` gives ascending numbers in input order. RETURNING has no order; the caller sorts.
+/// - `<order>` gives ascending numbers in input order. RETURNING has no order; the caller sorts.
 /// - The installation is read here and not remembered: it costs no round trip, and no process goes
 ///   on with the old one after it was renewed.
-pub(super) const INSERT: &str = "
+const INSERT: &str = "
     INSERT INTO {events} (
         name, version, priority, payload, headers, dedup_key, ordering_key, max_attempts,
         retention, key_retention, due_at,
         attempts, lease_token, lease_expires_at, claimed_by, created_at
     )
     SELECT
-        event.value ->> 'name',
-        event.value ->> 'version',
-        event.value ->> 'priority',
-        event.value ->> 'payload',
-        event.value ->> 'headers',
-        event.value ->> 'dedup_key',
-        event.value ->> 'ordering_key',
-        event.value ->> 'max_attempts',
-        event.value ->> 'retention',
-        event.value ->> 'key_retention',
-        CASE WHEN event.value ->> 'delay' > 0 THEN {now} + (event.value ->> 'delay') END,
-        event.value ->> 'token' IS NOT NULL,
-        event.value ->> 'token',
-        {now} + (event.value ->> 'lease'),
-        event.value ->> 'instance',
-        {now}
-    FROM json_each(?1) AS event
+        <name>, <version>, <priority>, <payload>, <headers>, <dedup_key>, <ordering_key>,
+        <max_attempts>, <retention>, <key_retention>,
+        CASE WHEN <delay> > 0 THEN {now} + <delay> END,
+        <token> IS NOT NULL, <token>, {now} + <lease>, <instance>, {now}
+    <source>
     WHERE NOT EXISTS (
-        SELECT 1
-        FROM {keys} AS taken
-        WHERE taken.name = event.value ->> 'name' AND taken.key = event.value ->> 'dedup_key'
+        SELECT 1 FROM {keys} AS taken WHERE taken.name = <name> AND taken.key = <dedup_key>
     )
-    ORDER BY event.key
+    <order>
     RETURNING id, name, dedup_key, (SELECT uuid FROM {installation}) AS installation
 ";
+
+/// What a row is made of, in the order in which [`INSERT`] binds it for a single event.
+const FIELDS: [&str; 14] = [
+    "name",
+    "version",
+    "priority",
+    "payload",
+    "headers",
+    "dedup_key",
+    "ordering_key",
+    "max_attempts",
+    "retention",
+    "key_retention",
+    "delay",
+    "token",
+    "lease",
+    "instance",
+];
+
+/// Inserts one event of bound values. It is what most publishers do, and costs a third of the same
+/// event as JSON.
+pub(super) fn insert_one() -> String {
+    let fields = (1..).zip(FIELDS);
+    fields.fold(
+        INSERT.replace("<source>", "").replace("<order>", ""),
+        |sql, (nth, field)| sql.replace(&format!("<{field}>"), &format!("?{nth}")),
+    )
+}
+
+/// Inserts the events of the JSON array `?1`. Bound values would end at 32,766 of them, and every
+/// number of events would be another statement.
+pub(super) fn insert_many() -> String {
+    FIELDS.iter().fold(
+        INSERT
+            .replace("<source>", "FROM json_each(?1) AS event")
+            .replace("<order>", "ORDER BY event.key"),
+        |sql, field| {
+            sql.replace(
+                &format!("<{field}>"),
+                &format!("(event.value ->> '{field}')"),
+            )
+        },
+    )
+}
 
 /// Reads who holds the keys of the JSON array `?1` of `[name, key]`.
 ///
@@ -142,14 +173,14 @@ async fn insert_free(
     positions: &[usize],
     answers: &mut [Option<Insertion>],
 ) -> Result<Vec<usize>, sqlx::Error> {
-    let parameter: Vec<Value> = positions
-        .iter()
-        .map(|&at| event_json(&events[at]))
-        .collect();
-    let rows = sqlx::query(safe(&statements.insert))
-        .bind(Value::from(parameter).to_string())
-        .fetch_all(connection)
-        .await?;
+    let query = match positions {
+        [one] => bound(&statements.insert_one, &events[*one]),
+        many => {
+            let events: Vec<Value> = many.iter().map(|&at| event_json(&events[at])).collect();
+            sqlx::query(safe(&statements.insert_many)).bind(Value::from(events).to_string())
+        }
+    };
+    let rows = query.fetch_all(connection).await?;
 
     let mut ids: Vec<EventId> = Vec::with_capacity(rows.len());
     let mut taken: HashSet<(String, String)> = HashSet::new();
@@ -233,6 +264,26 @@ fn duplicate_of(answer: &Insertion, first: &NewEvent) -> Insertion {
             output: None,
         }),
     }
+}
+
+/// A single event, its values in the order of [`FIELDS`].
+fn bound<'q>(sql: &Arc<str>, event: &'q NewEvent) -> Query<'q, Sqlite, SqliteArguments> {
+    let lease = event.lease.as_ref();
+    sqlx::query(safe(sql))
+        .bind(event.name)
+        .bind(event.version.get())
+        .bind(event.priority.level())
+        .bind(event.payload.as_str())
+        .bind(event.headers.as_deref())
+        .bind(event.dedup_key.as_deref())
+        .bind(event.ordering_key.as_deref())
+        .bind(event.max_attempts.get())
+        .bind(micros(event.retention))
+        .bind(micros(event.key_retention))
+        .bind(micros(event.delay))
+        .bind(lease.map(|lease| token_text(lease.token)))
+        .bind(lease.map(|lease| micros(lease.duration)))
+        .bind(lease.map(|lease| &*lease.instance))
 }
 
 fn event_json(event: &NewEvent) -> Value {
