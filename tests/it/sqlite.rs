@@ -1460,6 +1460,14 @@ async fn a_file_that_cannot_be_opened_is_unreachable() {
 }
 
 #[tokio::test]
+async fn a_path_that_is_no_file_is_refused() {
+    for path in ["", ":memory:"] {
+        let error = SqliteStore::open(path).await.unwrap_err();
+        assert_eq!(error.kind(), StoreErrorKind::Config);
+    }
+}
+
+#[tokio::test]
 async fn settings_outside_their_bounds_are_refused() {
     let db = SqliteDb::new().await;
     for builder in [

@@ -73,8 +73,7 @@ pub(super) fn claim() -> String {
 
 /// Claims those of the rows `?6` that are due; the other parameters are those of [`claim`].
 ///
-/// The materialized list has one row per number, so that the number is looked up in the table and
-/// the table is never walked.
+/// The low-water bounds do not count here: whoever names a row knows where it is. The limit does.
 pub(super) fn claim_rows() -> String {
     let set = take();
     format!(

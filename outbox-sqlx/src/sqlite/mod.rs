@@ -120,14 +120,22 @@ impl SqliteStore {
     /// # Errors
     ///
     /// An error of kind [`Unreachable`](StoreErrorKind::Unreachable) if the file can be neither
-    /// opened nor created.
+    /// opened nor created, and of kind [`Config`](StoreErrorKind::Config) for `:memory:`, which
+    /// would be another database on each connection: make a pool of one, and [`new`](Self::new).
     ///
     /// # Cancel safety
     ///
     /// Dropping the future may leave an empty file.
     pub async fn open(path: impl AsRef<Path>) -> Result<Self, StoreError> {
+        let path = path.as_ref();
+        if path.as_os_str().is_empty() || path == Path::new(":memory:") {
+            return Err(StoreError::new(
+                StoreErrorKind::Config,
+                format!("{path:?} is not a file, and its connections would share nothing"),
+            ));
+        }
         let options = SqliteConnectOptions::new()
-            .filename(path.as_ref())
+            .filename(path)
             .create_if_missing(true)
             .journal_mode(SqliteJournalMode::Wal)
             .synchronous(SqliteSynchronous::Full)
@@ -137,7 +145,7 @@ impl SqliteStore {
             .max_connections(CONNECTIONS)
             .connect_with(options)
             .await
-            .map_err(|error| sqlite_error(format!("open `{}`", path.as_ref().display()), error))?;
+            .map_err(|error| sqlite_error(format!("open `{}`", path.display()), error))?;
         Ok(Self::new(pool))
     }
 
