@@ -14,3 +14,5 @@ mod both;
 mod contract;
 #[cfg(test)]
 mod in_memory;
+#[cfg(test)]
+mod sqlite;

@@ -95,6 +95,7 @@ fn existing(answer: &Insertion) -> &Existing {
 fn request(limit: u32) -> ClaimRequest<'static> {
     ClaimRequest {
         limit: number(limit),
+        reserved: limit.div_ceil(4),
         lease: LEASE,
         token: LeaseToken::random(),
         instance: "relay-a",
@@ -663,7 +664,7 @@ async fn a_claim_goes_by_priority_and_then_by_number() {
 }
 
 #[tokio::test]
-async fn a_quarter_rounded_up_is_for_what_waited() {
+async fn what_is_reserved_is_for_what_waited() {
     let db = SqliteDb::new().await;
     let store = installed(&db).await;
     let urgent = NewEvent {

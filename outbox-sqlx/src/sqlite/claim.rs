@@ -19,7 +19,7 @@ use super::sql::{Statements, safe};
 /// - Due retries and delays are taken from the front of their index, at least [`WINDOW`] of them,
 ///   and then compete by number like everybody else. Sorting all that are due would cost every
 ///   claim after an outage of the handlers a walk over the backlog.
-/// - `row_number` marks the reserved quarter, `ORDER BY waits_first` takes it before the rest.
+/// - `row_number` marks what is reserved for them, `ORDER BY waits_first` takes it before the rest.
 /// - The `IN` list is computed once, so the limit holds under any plan.
 /// - No SKIP LOCKED: SQLite has one writer, and the transaction that runs this is it.
 ///
@@ -160,7 +160,7 @@ pub(super) async fn run(
         .bind(micros(request.lease))
         .bind(token_text(request.token))
         .bind(request.instance)
-        .bind(i64::from(request.limit.get().div_ceil(4)));
+        .bind(i64::from(request.reserved));
     for priority in Priority::DESCENDING {
         query = query.bind(request.low_water.of(priority));
     }

@@ -70,7 +70,7 @@ pub(super) const CLOSE_KEYS: &str = "
 
 /// Copies events to the dead letters, with the failure that ended them.
 pub(super) fn bury() -> String {
-    let failures = failures("settled.value ->> 'error'");
+    let failures = append_failure("settled.value ->> 'error'");
     format!(
         "INSERT INTO {{dead}} (
             id, name, version, priority, payload, headers, dedup_key, ordering_key, attempts,
@@ -118,7 +118,7 @@ pub(super) const LEAVE: &str = "
 ///
 /// The delay is counted from here, by this clock. The attempt stays charged.
 pub(super) fn retry() -> String {
-    let failures = failures("failed.value ->> 'error'");
+    let failures = append_failure("failed.value ->> 'error'");
     format!(
         "UPDATE {{events}} AS event
         SET failures = {failures},
@@ -128,21 +128,6 @@ pub(super) fn retry() -> String {
             claimed_by = NULL
         FROM json_each(?1) AS failed
         WHERE event.id = failed.value ->> 'row' AND event.lease_token = failed.value ->> 'token'"
-    )
-}
-
-/// The failures with `error` of the current attempt.
-///
-/// An attempt has one entry. A sweep has already recorded that the lease ended, and under whom;
-/// what dispatch then says about it replaces the text and nothing else.
-fn failures(error: &str) -> String {
-    let append = append_failure(error);
-    format!(
-        "CASE
-            WHEN failures ->> '$[#-1].attempt' = attempts
-                THEN json_set(failures, '$[#-1].error', {error})
-            ELSE {append}
-        END"
     )
 }
 

@@ -3,7 +3,6 @@
 use outbox_core::store::{SweepChunk, SweepRequest};
 use sqlx::{Row, SqliteConnection};
 
-use super::claim::lapsed;
 use super::row::{CLAIMED_COLUMNS, claimed, micros, names_json, text, token_text};
 use super::sql::{Statements, safe};
 
@@ -30,14 +29,14 @@ pub(super) const NAMES: &str = "
 ///   the sweep must.
 /// - No attempt is charged: no handler will run.
 /// - No condition on the name: a dead letter needs no handler.
+/// - `claimed_by` keeps the last holder, if there was one: it is the one that failed, and the
+///   settlement records the failure under that name.
 pub(super) fn claim() -> String {
-    let failures = lapsed();
     format!(
         "UPDATE {{events}}
-        SET {failures},
-            lease_token = ?4,
+        SET lease_token = ?4,
             lease_expires_at = {{now}} + ?3,
-            claimed_by = ?5
+            claimed_by = coalesce(claimed_by, ?5)
         WHERE id > ?1 AND id <= ?2
             AND attempts >= max_attempts
             AND (lease_expires_at IS NULL OR lease_expires_at <= {{now}})
