@@ -13,6 +13,8 @@ mod both;
 #[cfg(test)]
 mod contract;
 #[cfg(test)]
+mod crash;
+#[cfg(test)]
 mod in_memory;
 #[cfg(test)]
 mod sqlite;
