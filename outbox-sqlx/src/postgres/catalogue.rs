@@ -48,10 +48,10 @@ impl Catalogue {
             look_up: names.render(insert::LOOK_UP),
             claim: names.render(&claim::claim_template()),
             claim_rows: names.render(&claim::claim_rows_template()),
-            verify: names.render(renew::VERIFY),
-            renew: names.render(renew::RENEW),
-            release: names.render(renew::RELEASE),
-            processed: names.render(settle::PROCESSED),
+            verify: names.render(&renew::template(renew::VERIFY)),
+            renew: names.render(&renew::template(renew::RENEW)),
+            release: names.render(&renew::template(renew::RELEASE)),
+            processed: names.render(&settle::processed_template()),
             retry: names.render(&settle::retry_template()),
             dead: names.render(&settle::dead_template()),
             sweep_look: names.render(&sweep::look_template()),
@@ -65,8 +65,8 @@ impl Catalogue {
         }
     }
 
-    /// Every statement, in the order in which an event meets them.
-    pub(super) fn all(&self) -> [&Arc<str>; 20] {
+    /// Every statement with its name, in the order in which an event meets them.
+    pub(super) fn all(&self) -> [(&'static str, &Arc<str>); 20] {
         // Taken apart by name, so that a statement that is added is a compile error here.
         let Self {
             insert_one,
@@ -91,26 +91,26 @@ impl Catalogue {
             version,
         } = self;
         [
-            insert_one,
-            insert_keyed,
-            insert_many,
-            look_up,
-            claim,
-            claim_rows,
-            verify,
-            renew,
-            release,
-            processed,
-            retry,
-            dead,
-            sweep_look,
-            sweep_take,
-            purge,
-            find,
-            notify,
-            installation,
-            renew_installation,
-            version,
+            ("insert_one", insert_one),
+            ("insert_keyed", insert_keyed),
+            ("insert_many", insert_many),
+            ("look_up", look_up),
+            ("claim", claim),
+            ("claim_rows", claim_rows),
+            ("verify", verify),
+            ("renew", renew),
+            ("release", release),
+            ("processed", processed),
+            ("retry", retry),
+            ("dead", dead),
+            ("sweep_look", sweep_look),
+            ("sweep_take", sweep_take),
+            ("purge", purge),
+            ("find", find),
+            ("notify", notify),
+            ("installation", installation),
+            ("renew_installation", renew_installation),
+            ("version", version),
         ]
     }
 }
@@ -122,12 +122,12 @@ mod tests {
     #[test]
     fn no_statement_keeps_a_placeholder_or_forgets_its_schema() {
         let names = Names::new("the schema", "the table").unwrap();
-        for sql in Catalogue::new(&names).all() {
-            assert!(!sql.contains(['{', '}']), "{sql}");
+        for (name, sql) in Catalogue::new(&names).all() {
+            assert!(!sql.contains(['{', '}']), "{name}: {sql}");
             assert_eq!(
                 sql.matches("\"the table").count(),
                 sql.matches("\"the schema\".\"the table").count(),
-                "{sql}"
+                "{name}: {sql}"
             );
         }
     }

@@ -65,7 +65,7 @@ async fn check_on(store: &PgStore, connection: &mut PgConnection) -> Result<(), 
     }
 
     if store.keeps_statements() {
-        for sql in store.sql().all() {
+        for (_, sql) in store.sql().all() {
             let sql = AssertSqlSafe(std::sync::Arc::clone(sql)).into_sql_str();
             (&mut *connection).prepare(sql).await.map_err(doing)?;
         }
@@ -89,7 +89,8 @@ async fn through_every_statement(store: &PgStore, tx: &mut PgConnection) -> Resu
     )
     .await?;
     let renew = holding(Query::new(&store.sql().renew), &[lease]).bind(interval(LEASE));
-    one(store, tx, renew).await?;
+    // Its answer has the row twice: as held, and as extended.
+    rows(store, tx, renew, 2).await?;
     one(
         store,
         tx,
@@ -237,8 +238,17 @@ async fn record(
 
 /// Runs a statement that must answer with one row.
 async fn one(store: &PgStore, tx: &mut PgConnection, query: Query) -> Result<(), StoreError> {
+    rows(store, tx, query, 1).await
+}
+
+async fn rows(
+    store: &PgStore,
+    tx: &mut PgConnection,
+    query: Query,
+    expected: usize,
+) -> Result<(), StoreError> {
     let rows = query.fetch(tx, store.keeps_statements()).await;
-    if rows.map_err(doing)?.len() == 1 {
+    if rows.map_err(doing)?.len() == expected {
         Ok(())
     } else {
         Err(hidden())

@@ -84,11 +84,14 @@ const WAITING: &str = "
 ///   not waited for.
 /// - The mark keeps the scan from walking over the index entries of everything that was settled
 ///   since the last vacuum.
+/// - `id + 0` is what the ready index is made of. Were it `id`, the primary key would give the same
+///   order, and a planner that saw one priority only would prefer it: the claim would then walk
+///   over every row of another priority, or that waits, until the next look at the statistics.
 const READY: &str = "
     SELECT id FROM {events}
-    WHERE due_at IS NULL AND priority = {level} AND id >= {low_water}
+    WHERE due_at IS NULL AND priority = {level} AND id + 0 >= {low_water}
     AND {claimable}
-    ORDER BY id
+    ORDER BY id + 0
     LIMIT {limit}
     FOR UPDATE SKIP LOCKED";
 

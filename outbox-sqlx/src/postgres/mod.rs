@@ -175,6 +175,21 @@ impl PgStore {
         &self.inner.pool
     }
 
+    /// Every statement this store sends, by name, for tests that look at plans.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn statements(&self) -> Vec<(&'static str, String)> {
+        let all = self.sql().all();
+        all.map(|(name, sql)| (name, sql.to_string())).to_vec()
+    }
+
+    /// What a session of the store's own is set to, for the same tests.
+    #[doc(hidden)]
+    #[must_use]
+    pub fn session_settings(&self) -> String {
+        session(self.inner.deadline)
+    }
+
     /// The UUID that was drawn when the outbox was installed. Read once per process.
     async fn installation(&self) -> Result<Uuid, StoreError> {
         if let Some(id) = self.known_installation() {
@@ -410,8 +425,6 @@ fn settings(deadline: Duration, set: &str) -> String {
         "enable_seqscan = off".to_owned(),
         "enable_bitmapscan = off".to_owned(),
         "enable_sort = off".to_owned(),
-        "enable_hashjoin = off".to_owned(),
-        "enable_mergejoin = off".to_owned(),
         "jit = off".to_owned(),
     ]
     .map(|setting| format!("{set} {setting}"))

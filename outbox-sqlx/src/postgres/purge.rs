@@ -18,9 +18,11 @@ const DOING: &str = "remove what is past its retention";
 /// - Events first, and keys with what is left of the limit: a key outlives its event.
 /// - `SKIP LOCKED`, so that two purges do not wait for each other.
 /// - `(SELECT clock_timestamp())` is one value, which can bound the index.
+/// - `ARRAY(..)` and no join, for the reason `IS_HELD` gives. The keys in it are locked, so that
+///   their place in the table, `ctid`, stays the same.
 pub(super) const PURGE: &str = "
     WITH events AS MATERIALIZED (
-        SELECT id, expires_at
+        SELECT id
         FROM {history}
         WHERE expires_at <= (SELECT clock_timestamp())
         ORDER BY expires_at
@@ -28,7 +30,7 @@ pub(super) const PURGE: &str = "
         FOR UPDATE SKIP LOCKED
     ),
     keys AS MATERIALIZED (
-        SELECT name, key
+        SELECT ctid AS place
         FROM {keys}
         WHERE expires_at <= (SELECT clock_timestamp())
         ORDER BY expires_at
@@ -36,13 +38,13 @@ pub(super) const PURGE: &str = "
         FOR UPDATE SKIP LOCKED
     ),
     removed_events AS (
-        DELETE FROM {history} AS event USING events
-        WHERE event.id = events.id AND event.expires_at = events.expires_at
+        DELETE FROM {history}
+        WHERE id = ANY (ARRAY(SELECT id FROM events))
         RETURNING 1
     ),
     removed_keys AS (
-        DELETE FROM {keys} AS key USING keys
-        WHERE key.name = keys.name AND key.key = keys.key
+        DELETE FROM {keys}
+        WHERE ctid = ANY (ARRAY(SELECT place FROM keys))
         RETURNING 1
     )
     SELECT (SELECT count(*) FROM removed_events) + (SELECT count(*) FROM removed_keys)

@@ -1,6 +1,6 @@
 //! Leases while they are held: verifying, extending and giving them back.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet};
 use std::time::Duration;
 
 use outbox_core::event::EventId;
@@ -14,47 +14,49 @@ use super::query::{PgUuid, Query, interval};
 use super::row::time;
 use super::sqlstate::failed;
 
+/// The rows `$1` that are still held by the tokens `$2`, each by the one at its own position.
+///
+/// - `width_bucket` finds the position by bisection: `$1` is sorted and names no row twice.
+/// - No join: its plan, made while the table was empty and kept when it has grown, reads the whole
+///   table for each batch. This reads the primary key whatever the planner believes.
+/// - Both conditions stand where the row is locked, so that they are looked at again when somebody
+///   changed the row a moment before.
+pub(super) const IS_HELD: &str =
+    "event.id = ANY ($1) AND event.lease_token = ($2::uuid[])[width_bucket(event.id, $1)]";
+
 /// Reads which of the tokens `$2` are still in the rows `$1`, and how long for.
 pub(super) const VERIFY: &str = "
     SELECT
-        held.id, held.token,
+        event.id, event.lease_token,
         (extract(epoch FROM event.created_at) * 1000000)::bigint,
         greatest(
             (extract(epoch FROM event.lease_expires_at - clock_timestamp()) * 1000000)::bigint, 0
         )
-    FROM unnest($1::bigint[], $2::uuid[]) AS held(id, token)
-    JOIN {events} AS event ON event.id = held.id AND event.lease_token = held.token
+    FROM {events} AS event
+    WHERE {is_held}
 ";
 
 /// Extends the leases by which the tokens `$2` hold the rows `$1`, to end `$3` from now. Answers
-/// with the position of each, from 1, and whether it was extended, lost, or locked by somebody.
+/// with those that were extended, and with those that were held when it began.
 ///
 /// - `SKIP LOCKED`, because a renewal that waits for one row is late for all of them. Whoever holds
 ///   the lock may be settling the row for us, so it is neither renewed nor lost.
 /// - A row is lost when it is gone or shows another token: tokens are random and never come back,
 ///   so that is final even while the row is locked.
-/// - `ARRAY(..)` is computed once; in a join the planner may lock rows it does not extend.
+/// - `ARRAY(..)` is computed once, and the rows in it are locked: their tokens cannot change any
+///   more.
 pub(super) const RENEW: &str = "
-    WITH held AS MATERIALIZED (
-        SELECT * FROM unnest($1::bigint[], $2::uuid[])
-            WITH ORDINALITY AS held(id, token, position)
-    ),
-    extended AS (
+    WITH extended AS (
         UPDATE {events} AS event
         SET lease_expires_at = clock_timestamp() + $3
         WHERE event.id = ANY (ARRAY(
-            SELECT candidate.id
-            FROM held
-            JOIN {events} AS candidate
-                ON candidate.id = held.id AND candidate.lease_token = held.token
-            FOR UPDATE OF candidate SKIP LOCKED
+            SELECT event.id FROM {events} AS event WHERE {is_held} FOR UPDATE SKIP LOCKED
         ))
         RETURNING event.id, event.lease_token
     )
-    SELECT held.position, extended.id IS NOT NULL, event.id IS NOT NULL
-    FROM held
-    LEFT JOIN extended ON extended.id = held.id AND extended.lease_token = held.token
-    LEFT JOIN {events} AS event ON event.id = held.id AND event.lease_token = held.token
+    SELECT id, lease_token, true FROM extended
+    UNION ALL
+    SELECT event.id, event.lease_token, false FROM {events} AS event WHERE {is_held}
 ";
 
 /// Ends the leases by which the tokens `$2` hold the rows `$1`, and takes their attempts back.
@@ -71,10 +73,13 @@ pub(super) const RELEASE: &str = "
             WHEN (event.failures -> -1 ->> 'attempt')::integer = event.attempts THEN 0
             ELSE 1
         END
-    FROM unnest($1::bigint[], $2::uuid[]) AS held(id, token)
-    WHERE event.id = held.id AND event.lease_token = held.token
-    RETURNING event.id, held.token
+    WHERE {is_held}
+    RETURNING event.id, ($2::uuid[])[width_bucket(event.id, $1)]
 ";
+
+pub(super) fn template(sql: &str) -> String {
+    sql.replace("{is_held}", IS_HELD)
+}
 
 pub(super) async fn verify(
     store: &PgStore,
@@ -85,9 +90,11 @@ pub(super) async fn verify(
         return Ok(Vec::new());
     }
     let installation = store.installation().await?;
-    let query = holding(Query::new(&store.sql().verify), leases);
-    let rows = store.ask(DOING, query).await?;
-    let verified = rows.iter().map(|row| {
+    let queries = per_wave(leases, |held| {
+        holding(Query::new(&store.sql().verify), held)
+    });
+    let rows = store.ask_all(DOING, queries).await?;
+    let verified = rows.iter().flatten().map(|row| {
         let lease = lease(row)?;
         let micros = u64::try_from(row.try_get::<i64, _>(3)?).unwrap_or(0);
         Ok(Verified {
@@ -111,29 +118,28 @@ pub(super) async fn renew(
     if leases.is_empty() {
         return Ok(Vec::new());
     }
-    let query = holding(Query::new(&store.sql().renew), leases).bind(interval(span));
-    let rows = store.ask(DOING, query).await?;
+    let queries = per_wave(leases, |held| {
+        holding(Query::new(&store.sql().renew), held).bind(interval(span))
+    });
+    let rows = store.ask_all(DOING, queries).await?;
 
-    let mut renewals = vec![Renewal::Unknown; leases.len()];
-    for row in &rows {
-        let (position, renewal) = renewal(row).map_err(|error| failed(DOING, error))?;
-        let place = usize::try_from(position - 1)
-            .ok()
-            .and_then(|position| renewals.get_mut(position));
-        if let Some(place) = place {
-            *place = renewal;
-        }
+    let mut found: HashMap<HeldLease, bool> = HashMap::new();
+    for row in rows.iter().flatten() {
+        let (lease, extended) = renewal(row).map_err(|error| failed(DOING, error))?;
+        *found.entry(lease).or_default() |= extended;
     }
-    Ok(renewals)
+    Ok(leases
+        .iter()
+        .map(|lease| match found.get(lease) {
+            Some(true) => Renewal::Renewed,
+            Some(false) => Renewal::Unknown,
+            None => Renewal::Lost,
+        })
+        .collect())
 }
 
-fn renewal(row: &PgRow) -> Result<(i64, Renewal), sqlx::Error> {
-    let renewal = match (row.try_get(1)?, row.try_get(2)?) {
-        (true, _) => Renewal::Renewed,
-        (false, true) => Renewal::Unknown,
-        (false, false) => Renewal::Lost,
-    };
-    Ok((row.try_get(0)?, renewal))
+fn renewal(row: &PgRow) -> Result<(HeldLease, bool), sqlx::Error> {
+    Ok((lease(row)?, row.try_get(2)?))
 }
 
 pub(super) async fn release(
@@ -144,20 +150,22 @@ pub(super) async fn release(
     if leases.is_empty() {
         return Ok(Vec::new());
     }
-    // In the order of the rows: every statement that waits for several row locks takes them in it.
-    let mut sorted = leases.to_vec();
-    sorted.sort_unstable();
-    let query = holding(Query::new(&store.sql().release), &sorted);
-    let rows = store.ask(DOING, query).await?;
-    let released: HashSet<HeldLease> = rows
-        .iter()
-        .map(lease)
-        .collect::<Result<_, _>>()
-        .map_err(|error| failed(DOING, error))?;
+    let queries = per_wave(leases, |held| {
+        holding(Query::new(&store.sql().release), held)
+    });
+    let rows = store.ask_all(DOING, queries).await?;
+    answers(leases.iter().copied(), &rows).map_err(|error| failed(DOING, error))
+}
+
+/// Which of the leases are among the rows that a statement changed.
+pub(super) fn answers(
+    leases: impl Iterator<Item = HeldLease>,
+    rows: &[Vec<PgRow>],
+) -> Result<Vec<Settled>, sqlx::Error> {
+    let changed: HashSet<HeldLease> = rows.iter().flatten().map(lease).collect::<Result<_, _>>()?;
     Ok(leases
-        .iter()
         .map(|lease| {
-            if released.contains(lease) {
+            if changed.contains(&lease) {
                 Settled::Recorded
             } else {
                 Settled::LeaseLost
@@ -166,7 +174,37 @@ pub(super) async fn release(
         .collect())
 }
 
-/// Binds `leases` as rows and tokens.
+/// Sorts by row, and puts what names a row a second time into a further wave.
+///
+/// In the order of the rows, because that is the order in which locks are taken. A row is named
+/// twice when a process lost its lease, claimed the row again, and learns the outcome of both runs
+/// at once; each wave then is a statement of its own.
+pub(super) fn waves<T>(items: &[T], lease: impl Fn(&T) -> HeldLease) -> Vec<Vec<&T>> {
+    let mut sorted: Vec<&T> = items.iter().collect();
+    sorted.sort_by_key(|item| lease(item));
+    let mut waves: Vec<Vec<&T>> = Vec::new();
+    let mut depth = 0;
+    let mut previous = None;
+    for item in sorted {
+        let row = lease(item).row;
+        depth = if previous == Some(row) { depth + 1 } else { 0 };
+        previous = Some(row);
+        if depth == waves.len() {
+            waves.push(Vec::new());
+        }
+        waves[depth].push(item);
+    }
+    waves
+}
+
+fn per_wave(leases: &[HeldLease], query: impl Fn(&[HeldLease]) -> Query) -> Vec<Query> {
+    waves(leases, |lease| *lease)
+        .into_iter()
+        .map(|wave| query(&wave.into_iter().copied().collect::<Vec<_>>()))
+        .collect()
+}
+
+/// Binds the leases of one wave as rows and tokens.
 pub(super) fn holding(query: Query, leases: &[HeldLease]) -> Query {
     let rows: Vec<i64> = leases.iter().map(|lease| lease.row).collect();
     let tokens: Vec<PgUuid> = leases.iter().map(|lease| lease.token.into()).collect();
@@ -179,4 +217,23 @@ pub(super) fn lease(row: &PgRow) -> Result<HeldLease, sqlx::Error> {
         row: row.try_get(0)?,
         token: LeaseToken::from_uuid(row.try_get::<PgUuid, _>(1)?.0),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_that_is_named_twice_is_asked_about_twice() {
+        let of = |row| HeldLease {
+            row,
+            token: LeaseToken::random(),
+        };
+        let leases = [of(3), of(1), of(3), of(2), of(3)];
+        let rows: Vec<Vec<i64>> = waves(&leases, |lease| *lease)
+            .iter()
+            .map(|wave| wave.iter().map(|lease| lease.row).collect())
+            .collect();
+        assert_eq!(rows, [vec![1, 2, 3], vec![3], vec![3]]);
+    }
 }

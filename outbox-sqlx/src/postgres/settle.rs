@@ -1,15 +1,12 @@
 //! Settling: recording what became of a claim, and ending it.
 
-use std::collections::HashSet;
-
-use outbox_core::lease::HeldLease;
-use outbox_core::outcome::{DeadReason, ErrorText, Outcome};
+use outbox_core::outcome::Outcome;
 use outbox_core::store::{Settled, Settlement, StoreError};
 
 use super::PgStore;
 use super::claim::FAILURES_SHORTENED;
 use super::query::{Query, interval};
-use super::renew::{holding, lease};
+use super::renew::{IS_HELD, answers, holding, lease, waves};
 use super::sqlstate::failed;
 
 const DOING: &str = "settle events";
@@ -18,15 +15,16 @@ const DOING: &str = "settle events";
 ///
 /// - One statement: the row leaves the hot table and arrives in the history, and its key learns the
 ///   result, at one moment. A process that dies leaves all of it or nothing.
-/// - `lease_token = token` refuses whoever lost the lease: the row is then another one's, or gone.
+/// - `{is_held}` refuses whoever lost the lease: the row is then another one's, or gone.
 /// - The key lives at least as long as the history row, and has the result of an event that keeps
 ///   no history row: that is where a publisher of the same key finds it.
-pub(super) const PROCESSED: &str = "
+/// - The key is there, so it is updated. An upsert looks it up in its index whatever the planner
+///   believes; a join scans every key there is when its plan was made while there were few.
+const PROCESSED: &str = "
     WITH gone AS (
         DELETE FROM {events} AS event
-        USING unnest($1::bigint[], $2::uuid[], $3::text[]) AS held(id, token, output)
-        WHERE event.id = held.id AND event.lease_token = held.token
-        RETURNING event.*, held.output
+        WHERE {is_held}
+        RETURNING event.*, ($3::text[])[width_bucket(event.id, $1)] AS output
     ),
     kept AS (
         INSERT INTO {history} (
@@ -42,12 +40,17 @@ pub(super) const PROCESSED: &str = "
         WHERE retention > interval '0'
     ),
     answered AS (
-        UPDATE {keys} AS key
-        SET state = 'processed',
-            output = gone.output::json,
-            expires_at = clock_timestamp() + greatest(key.retention, gone.retention)
+        INSERT INTO {keys} AS key (name, key, event_id, retention, state, output, expires_at)
+        SELECT
+            name, dedup_key, id, retention, 'processed', output::json,
+            clock_timestamp() + retention
         FROM gone
-        WHERE key.name = gone.name AND key.key = gone.dedup_key AND key.event_id = gone.id
+        WHERE dedup_key IS NOT NULL
+        ON CONFLICT (name, key) DO UPDATE
+        SET state = excluded.state,
+            output = excluded.output,
+            expires_at = clock_timestamp() + greatest(key.retention, excluded.retention)
+        WHERE key.event_id = excluded.event_id
     )
     SELECT id, lease_token FROM gone
 ";
@@ -58,16 +61,14 @@ pub(super) const PROCESSED: &str = "
 /// - `clock_timestamp()`: the wait begins now, not when the attempt began.
 const RETRY: &str = "
     UPDATE {events} AS event
-    SET due_at = clock_timestamp() + held.after,
+    SET due_at = clock_timestamp() + ($3::interval[])[width_bucket(event.id, $1)],
         lease_token = NULL,
         lease_expires_at = NULL,
         claimed_by = NULL,
-        last_error = held.error,
+        last_error = ($4::text[])[width_bucket(event.id, $1)],
         failures = {failure_recorded}
-    FROM unnest($1::bigint[], $2::uuid[], $3::interval[], $4::text[])
-        AS held(id, token, after, error)
-    WHERE event.id = held.id AND event.lease_token = held.token
-    RETURNING event.id, held.token
+    WHERE {is_held}
+    RETURNING event.id, ($2::uuid[])[width_bucket(event.id, $1)]
 ";
 
 /// Moves the rows `$1`, held by the tokens `$2`, to the dead letters, for the reasons `$3` and
@@ -77,10 +78,10 @@ const RETRY: &str = "
 const DEAD: &str = "
     WITH gone AS (
         DELETE FROM {events} AS event
-        USING unnest($1::bigint[], $2::uuid[], $3::text[], $4::text[])
-            AS held(id, token, reason, error)
-        WHERE event.id = held.id AND event.lease_token = held.token
-        RETURNING event.*, held.reason, held.error, {failure_recorded} AS all_failures
+        WHERE {is_held}
+        RETURNING
+            event.*, ($3::text[])[width_bucket(event.id, $1)] AS reason,
+            ($4::text[])[width_bucket(event.id, $1)] AS error, {failure_recorded} AS all_failures
     ),
     kept AS (
         INSERT INTO {dead} (
@@ -107,9 +108,13 @@ const FAILURE_RECORDED: &str = "
             'attempt', event.attempts,
             'at', (extract(epoch FROM clock_timestamp()) * 1000000)::bigint,
             'instance', event.claimed_by,
-            'error', held.error
+            'error', ($4::text[])[width_bucket(event.id, $1)]
         ))
     END";
+
+pub(super) fn processed_template() -> String {
+    recording(PROCESSED)
+}
 
 pub(super) fn retry_template() -> String {
     recording(RETRY)
@@ -123,6 +128,7 @@ fn recording(template: &str) -> String {
     template
         .replace("{failure_recorded}", FAILURE_RECORDED)
         .replace("{failures_shortened}", FAILURES_SHORTENED)
+        .replace("{is_held}", IS_HELD)
 }
 
 pub(super) async fn settle(
@@ -132,37 +138,25 @@ pub(super) async fn settle(
     if settlements.is_empty() {
         return Ok(Vec::new());
     }
-    let answers = store.ask_all(DOING, queries(store, settlements)).await?;
-    let recorded: HashSet<HeldLease> = answers
-        .iter()
-        .flatten()
-        .map(lease)
-        .collect::<Result<_, _>>()
-        .map_err(|error| failed(DOING, error))?;
-    Ok(settlements
-        .iter()
-        .map(|settlement| {
-            if recorded.contains(&settlement.lease) {
-                Settled::Recorded
-            } else {
-                Settled::LeaseLost
-            }
-        })
-        .collect())
+    let rows = store.ask_all(DOING, queries(store, settlements)).await?;
+    let leases = settlements.iter().map(|settlement| settlement.lease);
+    answers(leases, &rows).map_err(|error| failed(DOING, error))
 }
 
 /// One statement per kind of outcome that occurs. More than one of them go into one transaction,
 /// so that a batch is recorded as a whole or not at all.
-///
-/// In the order of the rows, which is the order in which locks are taken.
 pub(super) fn queries(store: &PgStore, settlements: &[Settlement]) -> Vec<Query> {
-    let mut sorted: Vec<&Settlement> = settlements.iter().collect();
-    sorted.sort_unstable_by_key(|settlement| settlement.lease);
+    let wave = waves(settlements, |settlement| settlement.lease);
+    wave.iter()
+        .flat_map(|wave| wave_queries(store, wave))
+        .collect()
+}
 
+fn wave_queries(store: &PgStore, settlements: &[&Settlement]) -> Vec<Query> {
     let mut processed = (Vec::new(), Vec::new());
     let mut retries = (Vec::new(), Vec::new(), Vec::new());
     let mut dead = (Vec::new(), Vec::new(), Vec::new());
-    for settlement in sorted {
+    for settlement in settlements {
         match &settlement.outcome {
             Outcome::Processed { output } => {
                 processed.0.push(settlement.lease);
@@ -175,8 +169,8 @@ pub(super) fn queries(store: &PgStore, settlements: &[Settlement]) -> Vec<Query>
             }
             Outcome::Dead { reason, error } => {
                 dead.0.push(settlement.lease);
-                dead.1.push(DeadReason::as_str(*reason));
-                dead.2.push(ErrorText::as_str(error));
+                dead.1.push(reason.as_str());
+                dead.2.push(error.as_str());
             }
         }
     }
