@@ -6,7 +6,7 @@ use outbox_core::store::{Settled, Settlement, StoreError};
 use super::PgStore;
 use super::claim::FAILURES_SHORTENED;
 use super::query::{Query, interval};
-use super::renew::{IS_HELD, answers, holding, lease, waves};
+use super::renew::{IS_HELD, answers, holding, waves};
 use super::sqlstate::failed;
 
 const DOING: &str = "settle events";

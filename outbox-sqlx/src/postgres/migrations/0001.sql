@@ -55,7 +55,7 @@ CREATE TABLE {events} (
     ),
     CONSTRAINT failures_are_a_list CHECK (failures IS NULL OR jsonb_typeof(failures) = 'array')
 ) WITH (
-    fillfactor = 40,
+    fillfactor = 35,
     -- Every settled row leaves a dead one. The default, a fifth of the table, comes too late for a
     -- table that is mostly empty or mostly waiting.
     autovacuum_vacuum_scale_factor = 0.02,
