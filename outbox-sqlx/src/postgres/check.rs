@@ -34,7 +34,7 @@ const NAME: &str = "outbox.check";
 pub(super) async fn check(store: &PgStore) -> Result<(), StoreError> {
     let until = Instant::now() + store.deadline();
     let mut connection = store.acquire(DOING, until).await?;
-    let checked = timeout_at(until, check_on(store, &mut connection.0)).await;
+    let checked = timeout_at(until, check_on(store, connection.get())).await;
     match checked {
         Ok(Ok(())) => {
             connection.keep();

@@ -120,7 +120,7 @@ pub(super) const INSERT_MANY: &str = "
         SELECT *
         FROM input
         WHERE dedup_key IS NULL
-        OR id OPERATOR(pg_catalog.=) ANY (ARRAY(SELECT event_id FROM taken))
+        OR id OPERATOR(pg_catalog.=) ANY (SELECT event_id FROM taken)
     ),
     inserted AS (
         INSERT INTO {events} (

@@ -28,15 +28,16 @@ use outbox_core::store::{
     ClaimRequest, Claimed, EventRecord, Insertion, NewEvent, Renewal, Settled, Settlement, Store,
     StoreError, StoreErrorKind, SweepChunk, SweepRequest, Verified,
 };
-use sqlx::pool::PoolConnection;
 use sqlx::postgres::{PgPoolOptions, PgRow};
 use sqlx::{AssertSqlSafe, Connection, Executor, PgConnection, PgPool, Postgres, Row, Transaction};
 use tokio::time::{Instant, timeout_at};
 use uuid::Uuid;
 
+pub use self::builder::PgStoreBuilder;
 use self::catalogue::Catalogue;
 use self::names::Names;
 use self::query::{PgUuid, Query};
+use self::session::{Own, session, settings};
 use self::sqlstate::{failed, leaves_connection_usable};
 pub use self::wakeup::PgWakeups;
 
@@ -55,10 +56,12 @@ mod wakeup;
 mod check;
 mod migrate;
 
+mod builder;
 mod catalogue;
 mod names;
 mod query;
 mod row;
+mod session;
 mod sqlstate;
 
 /// Keeps the rows of an outbox in PostgreSQL.
@@ -111,14 +114,7 @@ impl PgStore {
 
     /// Starts a store with settings of its own.
     pub fn builder(pool: PgPool) -> PgStoreBuilder {
-        PgStoreBuilder {
-            pool,
-            schema: "outbox".to_owned(),
-            table: "outbox_events".to_owned(),
-            connections: const { NonZeroU32::new(4).unwrap() },
-            deadline: Duration::from_secs(10),
-            pooler: false,
-        }
+        PgStoreBuilder::new(pool)
     }
 
     /// Creates the outbox's schema and tables, or brings them up to this release.
@@ -276,7 +272,7 @@ impl PgStore {
     ) -> Result<Vec<Vec<PgRow>>, StoreError> {
         let until = Instant::now() + self.inner.deadline;
         let mut connection = self.acquire(doing, until).await?;
-        let work = self.run_all(&mut connection.0, queries);
+        let work = self.run_all(connection.get(), queries);
         match timeout_at(until, work).await {
             Ok(Ok(answers)) => {
                 connection.keep();
@@ -332,7 +328,7 @@ impl PgStore {
 
     async fn acquire(&self, doing: &'static str, until: Instant) -> Result<Own, StoreError> {
         match timeout_at(until, self.own().acquire()).await {
-            Ok(Ok(connection)) => Ok(Own(connection, false)),
+            Ok(Ok(connection)) => Ok(Own::new(connection)),
             Ok(Err(error)) => Err(failed(doing, error)),
             Err(_) => Err(StoreError::new(StoreErrorKind::TimedOut, doing)),
         }
@@ -368,68 +364,11 @@ impl PgStore {
     }
 }
 
-/// A connection of the store's own. Dropped before it is known to be in order, it is closed and
-/// not given to the next statement: a deadline that passed or a dropped future can leave an open
-/// transaction in it, or an answer that nobody read.
-struct Own(PoolConnection<Postgres>, bool);
-
-impl Own {
-    fn keep(&mut self) {
-        self.1 = true;
-    }
-}
-
-impl Drop for Own {
-    fn drop(&mut self) {
-        if !self.1 {
-            self.0.close_on_drop();
-        }
-    }
-}
-
 /// READ COMMITTED is stated, because the database's default may be stricter, and SKIP LOCKED does
 /// not help against conflicts of a snapshot.
 const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED";
 
 const READ_INSTALLATION: &str = "read the installation's UUID";
-
-/// What a session of the store's own is set to, in one message.
-fn session(deadline: Duration) -> String {
-    format!(
-        "SET default_transaction_isolation = 'read committed'; \
-         SET default_transaction_read_only = off; \
-         SET application_name = 'outbox'; \
-         {}",
-        settings(deadline, "SET")
-    )
-}
-
-/// Settings that hold for every statement the store sends by itself.
-///
-/// - The statement's time ends a little before the caller's patience, so that the server gives up
-///   by itself and the connection survives.
-/// - Every statement has an index for each of its steps. After a vacuum of an empty table, or of
-///   one that was filled in bulk, the planner prefers to scan or sort, and keeps that plan when the
-///   table has grown: a claim then takes 70 ms and not 0.3.
-/// - `jit`: a plan that is priced with one of the above switched off counts as very expensive, and
-///   would be compiled each time.
-fn settings(deadline: Duration, set: &str) -> String {
-    let millis = deadline.as_millis();
-    let statement = std::cmp::max(millis - millis / 10, 1);
-    let lock = std::cmp::max(millis / 2, 1);
-    [
-        "search_path = pg_catalog".to_owned(),
-        format!("statement_timeout = {statement}"),
-        format!("lock_timeout = {lock}"),
-        format!("idle_in_transaction_session_timeout = {millis}"),
-        "enable_seqscan = off".to_owned(),
-        "enable_bitmapscan = off".to_owned(),
-        "enable_sort = off".to_owned(),
-        "jit = off".to_owned(),
-    ]
-    .map(|setting| format!("{set} {setting}"))
-    .join("; ")
-}
 
 /// Runs `work` in a task of its own, where it is finished whether or not somebody waits for it.
 ///
@@ -548,91 +487,5 @@ impl fmt::Debug for PgStore {
             .field("deadline", &self.inner.deadline)
             .field("behind_transaction_pooler", &self.inner.pooler)
             .finish_non_exhaustive()
-    }
-}
-
-/// Settings of a [`PgStore`].
-#[derive(Clone, Debug)]
-#[must_use]
-pub struct PgStoreBuilder {
-    pool: PgPool,
-    schema: String,
-    table: String,
-    connections: NonZeroU32,
-    deadline: Duration,
-    pooler: bool,
-}
-
-impl PgStoreBuilder {
-    /// The schema that holds the outbox: any name of 1 to 63 bytes. Defaults to `outbox`.
-    ///
-    /// It may hold other things, and more than one outbox.
-    pub fn schema(mut self, name: impl Into<String>) -> Self {
-        self.schema = name.into();
-        self
-    }
-
-    /// The table of unsettled events: any name of 1 to 47 bytes. Defaults to `outbox_events`.
-    ///
-    /// The other tables have its name and an ending, such as `outbox_events_history`.
-    pub fn table(mut self, name: impl Into<String>) -> Self {
-        self.table = name.into();
-        self
-    }
-
-    /// How many connections the store may open for itself, besides one that listens for wake-ups.
-    /// Defaults to 4.
-    pub fn connections(mut self, most: NonZeroU32) -> Self {
-        self.connections = most;
-        self
-    }
-
-    /// How long the store waits for the answer to anything it asks by itself, the wait for a
-    /// connection included. Defaults to 10 seconds; from 10 milliseconds to an hour.
-    ///
-    /// The publisher's own connection keeps the application's settings.
-    pub fn statement_deadline(mut self, deadline: Duration) -> Self {
-        self.deadline = deadline;
-        self
-    }
-
-    /// Says that the pool's connections lead to a pooler that gives a server to each *transaction*,
-    /// such as PgBouncer in transaction mode.
-    ///
-    /// Every statement then is an explicit transaction and none stays prepared; a statement costs
-    /// three round trips more. Nothing listens for wake-ups from other processes: their events
-    /// are found by polling.
-    ///
-    /// Without this, statements get mixed up behind such a pooler, silently.
-    pub fn behind_transaction_pooler(mut self) -> Self {
-        self.pooler = true;
-        self
-    }
-
-    /// Makes the store. Connects to nothing yet.
-    ///
-    /// # Errors
-    ///
-    /// [`StoreErrorKind::Config`], with the value, for a name that PostgreSQL would cut or cannot
-    /// hold, and for a deadline out of its bounds.
-    pub fn build(self) -> Result<PgStore, StoreError> {
-        let names = Names::new(&self.schema, &self.table)?;
-        let deadline = self.deadline;
-        if !(Duration::from_millis(10)..=Duration::from_secs(3600)).contains(&deadline) {
-            let doing = format!("statement deadline {deadline:?} is not from 10 ms to an hour");
-            return Err(StoreError::new(StoreErrorKind::Config, doing));
-        }
-        Ok(PgStore {
-            inner: Arc::new(Inner {
-                pool: self.pool,
-                own: OnceLock::new(),
-                connections: self.connections,
-                deadline,
-                pooler: self.pooler,
-                sql: Catalogue::new(&names),
-                names,
-                installation: RwLock::new(None),
-            }),
-        })
     }
 }
