@@ -137,7 +137,7 @@ pub trait Store: Clone + Send + Sync + 'static {
     ) -> impl Future<Output = Result<Vec<Settled>, StoreError>> + Send;
 
     /// Gives claims back: the row is due at once and the attempt is not charged. Answers in input
-    /// order.
+    /// order. Never asked for what a sweep has claimed, since that charged nothing.
     fn release(
         &self,
         leases: &[HeldLease],
@@ -226,7 +226,7 @@ pub struct NewEvent {
 /// The lease of a row that is inserted with one.
 #[derive(Clone, Debug)]
 pub struct BornLease {
-    /// The token of the publishing transaction.
+    /// The token of the publishing statement.
     pub token: LeaseToken,
     /// How long it lasts, counted by the database from the statement and not from the beginning
     /// of the transaction.

@@ -24,7 +24,6 @@ pub struct OutboxTx<S: Store> {
     outbox: Outbox<S>,
     /// Taken by the commit or the rollback.
     tx: Option<S::Tx<'static>>,
-    token: LeaseToken,
     born: Vec<BornLeased>,
     published: usize,
     waiter: mpsc::Sender<()>,
@@ -37,7 +36,6 @@ impl<S: Store> OutboxTx<S> {
         Self {
             outbox,
             tx: Some(tx),
-            token: LeaseToken::random(),
             born: Vec::new(),
             published: 0,
             waiter,
@@ -165,7 +163,11 @@ impl<S: Store> OutboxTx<S> {
         if rows.is_empty() {
             return Ok(Vec::new());
         }
-        let places: Vec<_> = rows.iter_mut().map(|row| self.lease(row)).collect();
+        // One per statement and not per transaction: SQLite gives the number of a row that a
+        // rolled-back savepoint removed to the next one, and by number and token the next one
+        // would then be taken for the first.
+        let token = LeaseToken::random();
+        let places: Vec<_> = rows.iter_mut().map(|row| self.lease(row, token)).collect();
         let Some(tx) = self.tx.as_mut() else {
             return Err(PublishError::Store(no_answer()));
         };
@@ -177,7 +179,7 @@ impl<S: Store> OutboxTx<S> {
                 if let Some(place) = place {
                     self.born.push(BornLeased {
                         id: *id,
-                        token: self.token,
+                        token,
                         name: row.name,
                         version: row.version,
                         payload: row.payload,
@@ -195,7 +197,11 @@ impl<S: Store> OutboxTx<S> {
     }
 
     /// Decides whether a row is born leased, and if so reserves its place in the queue.
-    fn lease(&self, row: &mut NewEvent) -> Option<tokio::sync::OwnedSemaphorePermit> {
+    fn lease(
+        &self,
+        row: &mut NewEvent,
+        token: LeaseToken,
+    ) -> Option<tokio::sync::OwnedSemaphorePermit> {
         let settings = self.outbox.settings();
         let stopping = self
             .outbox
@@ -214,7 +220,7 @@ impl<S: Store> OutboxTx<S> {
             .try_acquire_owned()
             .ok()?;
         row.lease = Some(BornLease {
-            token: self.token,
+            token,
             duration: settings.inline.lease,
             instance: std::sync::Arc::clone(&settings.instance),
         });

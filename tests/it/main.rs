@@ -11,10 +11,16 @@ mod support;
 #[cfg(test)]
 mod both;
 #[cfg(test)]
+mod connections;
+#[cfg(test)]
 mod contract;
 #[cfg(test)]
 mod crash;
 #[cfg(test)]
 mod in_memory;
+#[cfg(test)]
+mod postgres;
+#[cfg(test)]
+mod savepoints;
 #[cfg(test)]
 mod sqlite;

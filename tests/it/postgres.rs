@@ -23,7 +23,7 @@ const NAME: &str = "order.paid";
 const MINUTE: Duration = Duration::from_secs(60);
 
 async fn installed() -> (PgDb, PgStore) {
-    let db = PgDb::new().await;
+    let db = PgDb::empty().await;
     let store = PgStore::new(db.pool());
     store.migrate().await.unwrap();
     (db, store)
@@ -79,6 +79,7 @@ fn existing(insertions: Vec<Insertion>) -> Existing {
 fn request(limit: u32) -> ClaimRequest<'static> {
     ClaimRequest {
         limit: NonZeroU32::new(limit).unwrap(),
+        reserved: 0,
         lease: MINUTE,
         token: LeaseToken::random(),
         instance: "here",
@@ -146,7 +147,7 @@ fn many() -> PgPoolOptions {
 
 #[tokio::test]
 async fn a_planner_that_repeats_subqueries_does_not_make_a_claim_exceed_its_limit() {
-    let db = PgDb::new().await;
+    let db = PgDb::empty().await;
     // The store's own settings come on top of these.
     let hostile = [
         ("enable_hashagg", "off"),
@@ -178,7 +179,7 @@ async fn a_planner_that_repeats_subqueries_does_not_make_a_claim_exceed_its_limi
 }
 
 #[tokio::test]
-async fn a_claim_goes_by_priority_then_number_with_a_quarter_for_those_that_waited() {
+async fn a_claim_goes_by_priority_then_number_but_for_what_is_reserved() {
     let (_db, store) = installed().await;
     let of = |priority, delay| NewEvent {
         priority,
@@ -195,8 +196,12 @@ async fn a_claim_goes_by_priority_then_number_with_a_quarter_for_those_that_wait
     make_due(store.pool()).await;
 
     // Two of eight are reserved for rows that waited, although theirs is the lowest priority.
+    let reserving = ClaimRequest {
+        reserved: 2,
+        ..request(8)
+    };
     let mut rows: Vec<i64> = store
-        .claim(&request(8))
+        .claim(&reserving)
         .await
         .unwrap()
         .iter()
@@ -399,7 +404,7 @@ async fn statements_keep_to_their_indexes_in_every_state_of_the_table() {
 
 #[tokio::test]
 async fn ten_processes_that_migrate_at_once_install_one_schema() {
-    let db = PgDb::new().await;
+    let db = PgDb::empty().await;
     let mut running = Vec::new();
     for _ in 0..10 {
         let store = PgStore::new(db.pool());
@@ -415,7 +420,7 @@ async fn ten_processes_that_migrate_at_once_install_one_schema() {
 
 #[tokio::test]
 async fn a_migration_that_nobody_waits_for_is_finished_or_leaves_nothing() {
-    let db = PgDb::new().await;
+    let db = PgDb::empty().await;
     let pool = db.pool();
     for round in 0..20_u64 {
         let store = PgStore::builder(pool.clone())
@@ -434,7 +439,7 @@ async fn a_migration_that_nobody_waits_for_is_finished_or_leaves_nothing() {
 
 #[tokio::test]
 async fn the_printed_migration_installs_what_the_migrator_does() {
-    let db = PgDb::new().await;
+    let db = PgDb::empty().await;
     let store = PgStore::new(db.pool());
     let mut tx = store.begin().await.unwrap();
     let script = sqlx::raw_sql(AssertSqlSafe(store.migration_sql()));
@@ -450,7 +455,7 @@ async fn check_error(store: &PgStore) -> StoreError {
 
 #[tokio::test]
 async fn a_schema_that_does_not_fit_is_named_with_what_was_found_and_what_is_needed() {
-    let db = PgDb::new().await;
+    let db = PgDb::empty().await;
     let store = PgStore::new(db.pool());
     assert_eq!(
         check_error(&store).await.kind(),
@@ -495,7 +500,7 @@ async fn a_schema_that_does_not_fit_is_named_with_what_was_found_and_what_is_nee
 
 #[tokio::test]
 async fn odd_names_work_and_several_outboxes_share_a_database() {
-    let db = PgDb::new().await;
+    let db = PgDb::empty().await;
     let longest = "t".repeat(47);
     let names = [
         ("outbox", "outbox_events"),
@@ -694,7 +699,7 @@ async fn a_winner_that_commits_is_what_the_loser_is_told() {
 
 #[tokio::test]
 async fn of_five_publishers_of_which_only_the_last_commits_one_event_remains() {
-    let db = PgDb::new().await;
+    let db = PgDb::empty().await;
     let store = PgStore::new(many().connect(&db.url()).await.unwrap());
     store.migrate().await.unwrap();
 
@@ -744,7 +749,7 @@ async fn a_duplicate_leaves_the_callers_transaction_usable() {
 
 #[tokio::test]
 async fn batches_with_the_same_keys_do_not_deadlock() {
-    let db = PgDb::new().await;
+    let db = PgDb::empty().await;
     let store = PgStore::new(many().connect(&db.url()).await.unwrap());
     store.migrate().await.unwrap();
     for round in 0..20 {
@@ -978,7 +983,7 @@ async fn publishing_does_not_depend_on_the_callers_search_path() {
 /// its own that leaves nothing prepared behind.
 #[tokio::test]
 async fn behind_a_pooler_everything_is_a_transaction_and_nothing_stays_prepared() {
-    let db = PgDb::new().await;
+    let db = PgDb::empty().await;
     let store = PgStore::builder(db.pool())
         .behind_transaction_pooler()
         .connections(NonZeroU32::MIN)
@@ -1106,25 +1111,17 @@ async fn a_sweep_takes_over_what_no_attempt_is_left_for_and_charges_nothing() {
     assert_eq!(chunk.unhandled, [(NAME.to_owned(), 2)]);
     assert_eq!(chunk.next, None);
 
-    // The sweeping process dies: the next one finds the row, and one entry tells of the attempt.
+    // The sweeping process dies: the next one finds the row, and it still tells who failed.
     expire_leases(store.pool()).await;
     let chunk = store.sweep(&sweep(LeaseToken::random())).await.unwrap();
     let swept = &chunk.exhausted[0];
-    // Giving it back gives no attempt back: none was charged.
-    assert_eq!(
-        store.release(&[swept.lease()]).await.unwrap(),
-        [Settled::Recorded]
-    );
     let record = store.find(swept.id.row()).await.unwrap().unwrap();
     assert_eq!(record.attempts, 1);
-    assert_eq!(record.failures.len(), 1);
-    assert_eq!(record.failures[0].error, LEASE_ENDED);
-    assert_eq!(record.failures[0].instance, "here");
+    assert_eq!(record.claimed_by.as_deref(), Some("here"));
     assert_eq!(
         store.settle(&[processed(&claimed[0])]).await.unwrap(),
         [Settled::LeaseLost]
     );
-    assert_eq!(store.sweep(&sweep(token)).await.unwrap().exhausted.len(), 1);
 }
 
 #[tokio::test]
@@ -1189,7 +1186,7 @@ async fn a_wake_up_reaches_the_outbox_it_is_meant_for() {
 /// settled.
 #[tokio::test]
 async fn the_relays_statements_do_not_need_the_applications_connections() {
-    let db = PgDb::new().await;
+    let db = PgDb::empty().await;
     let pool = PgPoolOptions::new()
         .max_connections(1)
         .connect(&db.url())
@@ -1209,7 +1206,7 @@ async fn the_relays_statements_do_not_need_the_applications_connections() {
 
 #[tokio::test]
 async fn a_statement_that_waits_too_long_times_out_and_the_store_goes_on() {
-    let db = PgDb::new().await;
+    let db = PgDb::empty().await;
     let store = PgStore::builder(db.pool())
         .statement_deadline(Duration::from_millis(200))
         .build()

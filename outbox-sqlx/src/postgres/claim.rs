@@ -37,12 +37,9 @@ const CLAIM: &str = "
 ///
 /// - A row that still has a token was never settled, retried or given back: whoever held it is the
 ///   last to be told by a person who looks for the cause.
-/// - One entry per attempt: a sweep that dies is followed by another one, which charges nothing.
 const LAPSE_RECORDED: &str = "
     CASE
-        WHEN event.lease_token IS NULL
-            OR (event.failures -> -1 ->> 'attempt')::integer = event.attempts
-        THEN event.failures
+        WHEN event.lease_token IS NULL THEN event.failures
         ELSE {failures_shortened} || jsonb_build_array(jsonb_build_object(
             'attempt', event.attempts,
             'at', (extract(epoch FROM clock_timestamp()) * 1000000)::bigint,
@@ -181,7 +178,7 @@ fn taking(selection: &str) -> String {
         .replace("{lapse_recorded}", &lapse_recorded())
 }
 
-pub(super) fn lapse_recorded() -> String {
+fn lapse_recorded() -> String {
     LAPSE_RECORDED
         .replace("{failures_shortened}", FAILURES_SHORTENED)
         .replace("{lease_ended}", LEASE_ENDED)
@@ -198,17 +195,12 @@ pub(super) fn claim_query(store: &PgStore, request: &ClaimRequest<'_>) -> Query 
     let limit = i64::from(request.limit.get());
     let query = taker(&store.sql().claim, request)
         .bind(limit)
-        .bind(quarter(limit));
+        .bind(i64::from(request.reserved));
     Priority::DESCENDING
         .into_iter()
         .fold(query, |query, priority| {
             query.bind(request.low_water.of(priority))
         })
-}
-
-/// A quarter, rounded up.
-fn quarter(limit: i64) -> i64 {
-    (limit + 3) / 4
 }
 
 pub(super) async fn claim_rows(

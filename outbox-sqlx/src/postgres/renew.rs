@@ -61,18 +61,13 @@ pub(super) const RENEW: &str = "
 
 /// Ends the leases by which the tokens `$2` hold the rows `$1`, and takes their attempts back.
 ///
-/// - A claim by a sweep charged nothing, so there is nothing to take back: it left an entry for the
-///   attempt that `attempts` still counts. Giving it back must not make an attempt out of nothing.
 /// - It touches no indexed column: a HOT update, and the row is due again where it was.
 pub(super) const RELEASE: &str = "
     UPDATE {events} AS event
     SET lease_token = NULL,
         lease_expires_at = NULL,
         claimed_by = NULL,
-        attempts = event.attempts - CASE
-            WHEN (event.failures -> -1 ->> 'attempt')::integer = event.attempts THEN 0
-            ELSE 1
-        END
+        attempts = event.attempts - 1
     WHERE {is_held}
     RETURNING event.id, ($2::uuid[])[width_bucket(event.id, $1)]
 ";

@@ -29,12 +29,12 @@ const PROCESSED: &str = "
     kept AS (
         INSERT INTO {history} (
             id, name, version, payload, headers, dedup_key, ordering_key, priority, attempts,
-            max_attempts, claimed_by, due_at, created_at, settled_at, expires_at, last_error,
+            max_attempts, claimed_by, created_at, settled_at, expires_at, last_error,
             failures, output
         )
         SELECT
             id, name, version, payload, headers, dedup_key, ordering_key, priority, attempts,
-            max_attempts, claimed_by, due_at, created_at, clock_timestamp(),
+            max_attempts, claimed_by, created_at, clock_timestamp(),
             clock_timestamp() + retention, last_error, failures, output::json
         FROM gone
         WHERE retention > interval '0'
@@ -86,12 +86,12 @@ const DEAD: &str = "
     kept AS (
         INSERT INTO {dead} (
             id, name, version, payload, headers, dedup_key, ordering_key, priority, attempts,
-            max_attempts, retention, claimed_by, due_at, created_at, settled_at, dead_reason,
+            max_attempts, retention, claimed_by, created_at, settled_at, dead_reason,
             last_error, failures
         )
         SELECT
             id, name, version, payload, headers, dedup_key, ordering_key, priority, attempts,
-            max_attempts, retention, claimed_by, due_at, created_at, clock_timestamp(), reason,
+            max_attempts, retention, claimed_by, created_at, clock_timestamp(), reason,
             error, all_failures
         FROM gone
     )
@@ -99,18 +99,13 @@ const DEAD: &str = "
 ";
 
 /// `failures` with an entry for the attempt that ends here.
-///
-/// - One entry per attempt: a sweep has already recorded that the lease ended.
 const FAILURE_RECORDED: &str = "
-    CASE
-        WHEN (event.failures -> -1 ->> 'attempt')::integer = event.attempts THEN event.failures
-        ELSE {failures_shortened} || jsonb_build_array(jsonb_build_object(
-            'attempt', event.attempts,
-            'at', (extract(epoch FROM clock_timestamp()) * 1000000)::bigint,
-            'instance', event.claimed_by,
-            'error', ($4::text[])[width_bucket(event.id, $1)]
-        ))
-    END";
+    {failures_shortened} || jsonb_build_array(jsonb_build_object(
+        'attempt', event.attempts,
+        'at', (extract(epoch FROM clock_timestamp()) * 1000000)::bigint,
+        'instance', event.claimed_by,
+        'error', ($4::text[])[width_bucket(event.id, $1)]
+    ))";
 
 pub(super) fn processed_template() -> String {
     recording(PROCESSED)

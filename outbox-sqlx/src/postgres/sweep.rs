@@ -5,7 +5,7 @@ use sqlx::Row;
 use sqlx::postgres::PgRow;
 
 use super::PgStore;
-use super::claim::{LEASE_IS_FREE, lapse_recorded};
+use super::claim::LEASE_IS_FREE;
 use super::query::{PgUuid, Query, interval};
 use super::row::{CLAIMED_COLUMNS, claimed};
 use super::sqlstate::failed;
@@ -31,6 +31,8 @@ const LOOK: &str = "
 /// Claims, under the token `$1`, what `LOOK` found between the numbers `$4` and `$5`.
 ///
 /// - Whatever its name: dead-lettering a row needs no handler.
+/// - `claimed_by` keeps the last holder, if there was one: it is the one that failed, and the
+///   settlement records the failure under that name.
 /// - No attempt is charged. `attempts` already is at its limit, and no handler will be started.
 /// - A row without a lease counts as well: none should be here without an attempt left, and if one
 ///   is, neither a claim nor anything else would ever find it.
@@ -38,8 +40,7 @@ const TAKE: &str = "
     UPDATE {events} AS event
     SET lease_token = $1,
         lease_expires_at = clock_timestamp() + $2,
-        claimed_by = $3,
-        failures = {lapse_recorded}
+        claimed_by = coalesce(event.claimed_by, $3)
     WHERE event.id = ANY (ARRAY(
         SELECT id FROM {events}
         WHERE id > $4 AND id <= $5 AND attempts >= max_attempts AND {lease_is_free}
@@ -56,7 +57,6 @@ pub(super) fn look_template() -> String {
 pub(super) fn take_template() -> String {
     TAKE.replace("{lease_is_free}", LEASE_IS_FREE)
         .replace("{claimed_columns}", CLAIMED_COLUMNS)
-        .replace("{lapse_recorded}", &lapse_recorded())
 }
 
 pub(super) async fn sweep(

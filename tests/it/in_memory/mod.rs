@@ -2,6 +2,7 @@
 
 mod inline;
 mod lease;
+mod log;
 mod relay;
 mod settle;
 mod shutdown;

@@ -88,7 +88,6 @@ CREATE TABLE {history} (
     attempts integer NOT NULL,
     max_attempts integer NOT NULL,
     claimed_by text,
-    due_at timestamptz,
     created_at timestamptz NOT NULL,
     settled_at timestamptz NOT NULL,
     expires_at timestamptz NOT NULL,
@@ -116,7 +115,6 @@ CREATE TABLE {dead} (
     max_attempts integer NOT NULL,
     retention interval NOT NULL,
     claimed_by text,
-    due_at timestamptz,
     created_at timestamptz NOT NULL,
     settled_at timestamptz NOT NULL,
     dead_reason text NOT NULL,
@@ -176,7 +174,7 @@ SELECT
     id, name, version, payload, headers, dedup_key, ordering_key,
     CASE priority WHEN 0 THEN 'low' WHEN 1 THEN 'normal' WHEN 2 THEN 'high' ELSE 'critical' END,
     'processed',
-    attempts, max_attempts, NULL, NULL, claimed_by, due_at, created_at,
+    attempts, max_attempts, NULL, NULL, claimed_by, NULL, created_at,
     settled_at, last_error, NULL, output, failures
 FROM {history}
 UNION ALL
@@ -184,7 +182,7 @@ SELECT
     id, name, version, payload, headers, dedup_key, ordering_key,
     CASE priority WHEN 0 THEN 'low' WHEN 1 THEN 'normal' WHEN 2 THEN 'high' ELSE 'critical' END,
     'dead_letter',
-    attempts, max_attempts, NULL, NULL, claimed_by, due_at, created_at,
+    attempts, max_attempts, NULL, NULL, claimed_by, NULL, created_at,
     settled_at, last_error, dead_reason, NULL, failures
 FROM {dead};
 

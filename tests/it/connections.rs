@@ -1,0 +1,107 @@
+//! Which connections are used, and for how long.
+
+use std::time::Duration;
+
+use outbox_core::{HandlerError, Outbox};
+use outbox_sqlx::PgStore;
+use sqlx::postgres::PgPoolOptions;
+use tokio::sync::mpsc;
+
+use crate::events::{Step, Ticked, publish_for_relays, scripted};
+use crate::support::{PgDb, within};
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// P10, F15: while a handler runs, nothing of ours is in a transaction or holds a lock.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn p10_no_connection_is_held_while_a_handler_runs() {
+    let db = PgDb::new().await;
+    let (handler, mut runs) = scripted(|_| Step::Take(Duration::from_millis(300)));
+    let outbox = Outbox::builder(PgStore::new(db.pool()))
+        .on(handler)
+        .build()
+        .unwrap();
+    let _relay = outbox.relay().start().await.unwrap();
+    publish_for_relays(&outbox, &Ticked { n: 1 }).await;
+    within(LIMIT, runs.recv()).await.unwrap();
+
+    let mut session = db.session().await;
+    let in_a_transaction: i64 = sqlx::query_scalar(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() \
+         AND state LIKE 'idle in transaction%'",
+    )
+    .fetch_one(&mut session)
+    .await
+    .unwrap();
+    assert_eq!(in_a_transaction, 0);
+    // The row can be locked by anybody, so nobody has it locked.
+    sqlx::query("SELECT id FROM outbox.outbox_events FOR UPDATE NOWAIT")
+        .fetch_all(&mut session)
+        .await
+        .unwrap();
+}
+
+/// F90: publishers and handlers that use up the application's pool neither wait for themselves nor
+/// stop the relay.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn p2_f90_forty_publishers_on_a_pool_of_four_do_not_wait_for_themselves() {
+    let db = PgDb::new().await;
+    let pool = PgPoolOptions::new()
+        .max_connections(4)
+        .acquire_timeout(Duration::from_secs(20))
+        .connect_lazy_with(db.options());
+    let (send, mut handled) = mpsc::unbounded_channel();
+    let of_the_handler = pool.clone();
+    let outbox = Outbox::builder(PgStore::new(pool))
+        .on(move |event: Ticked| {
+            let (pool, send) = (of_the_handler.clone(), send.clone());
+            async move {
+                sqlx::query("SELECT 1").execute(&pool).await?;
+                let _ = send.send(event.n);
+                Ok::<_, HandlerError>(())
+            }
+        })
+        .build()
+        .unwrap();
+    let _relay = outbox.relay().start().await.unwrap();
+    let mut publishing = Vec::new();
+    for n in 0..40 {
+        let outbox = outbox.clone();
+        publishing.push(tokio::spawn(async move {
+            let mut tx = outbox.begin().await.unwrap();
+            sqlx::query("SELECT 1").execute(&mut *tx).await.unwrap();
+            let _ = tx.publish(&Ticked { n }).await.unwrap();
+            tx.commit().await.unwrap();
+        }));
+    }
+    within(LIMIT, async {
+        for publishing in publishing {
+            publishing.await.unwrap();
+        }
+        for _ in 0..40 {
+            handled.recv().await.unwrap();
+        }
+    })
+    .await;
+    assert_eq!(outbox.counters().store_errors, 0);
+}
+
+/// A transaction that holds every connection of the application does not keep the relay from
+/// working.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_relay_has_connections_of_its_own() {
+    let db = PgDb::new().await;
+    let pool = PgPoolOptions::new()
+        .max_connections(1)
+        .connect_lazy_with(db.options());
+    let (handler, mut runs) = scripted(|_| Step::Return(Ok(())));
+    let outbox = Outbox::builder(PgStore::new(pool.clone()))
+        .on(handler)
+        .build()
+        .unwrap();
+    publish_for_relays(&outbox, &Ticked { n: 1 }).await;
+    let all_of_them = pool.acquire().await.unwrap();
+    let _relay = outbox.relay().start().await.unwrap();
+    within(LIMIT, runs.recv()).await.unwrap();
+    drop(all_of_them);
+}

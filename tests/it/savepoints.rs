@@ -1,0 +1,117 @@
+//! Events in savepoints of the application's own transactions.
+
+use std::time::Duration;
+
+use outbox_core::{EventState, Outbox};
+use outbox_sqlx::PgStore;
+use outbox_sqlx::sqlite::SqliteStore;
+use sqlx::Connection;
+
+use crate::events::{Step, Ticked, scripted};
+use crate::support::{PgDb, SqliteDb, within};
+
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// F40: begin; publish 1; savepoint; publish 2; roll back to it; publish 3; commit.
+macro_rules! a_rolled_back_savepoint_takes_its_events_with_it {
+    ($outbox:expr) => {{
+        let (handler, mut runs) = scripted(|_| Step::Return(Ok(())));
+        let outbox = $outbox.on(handler).build().unwrap();
+        let mut tx = outbox.begin().await.unwrap();
+        let _ = tx.publish(&Ticked { n: 1 }).await.unwrap();
+        let mut nested = (&mut *tx).begin().await.unwrap();
+        let undone = outbox.publish(&mut nested, &Ticked { n: 2 }).await.unwrap();
+        nested.rollback().await.unwrap();
+        sqlx::query("SAVEPOINT by_hand")
+            .execute(&mut *tx)
+            .await
+            .unwrap();
+        let _ = tx.publish(&Ticked { n: 20 }).await.unwrap();
+        sqlx::query("ROLLBACK TO SAVEPOINT by_hand")
+            .execute(&mut *tx)
+            .await
+            .unwrap();
+        let _ = tx.publish(&Ticked { n: 3 }).await.unwrap();
+        tx.commit().await.unwrap().settled().await;
+
+        let mut handled = vec![runs.recv().await.unwrap().n, runs.recv().await.unwrap().n];
+        handled.sort_unstable();
+        assert_eq!(handled, [1, 3]);
+        // Nor does a relay find what was undone.
+        let relay = outbox.relay().start().await.unwrap();
+        outbox.dispatch(undone).unwrap().settled().await;
+        relay.shutdown(Duration::from_secs(10)).await.unwrap();
+        assert!(runs.try_recv().is_err());
+    }};
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn p1_f40_a_rolled_back_savepoint_takes_its_events_with_it_on_postgres() {
+    let db = PgDb::new().await;
+    within(LIMIT, async {
+        a_rolled_back_savepoint_takes_its_events_with_it!(Outbox::builder(PgStore::new(db.pool())));
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn p1_f40_a_rolled_back_savepoint_takes_its_events_with_it_on_sqlite() {
+    let db = SqliteDb::new().await;
+    within(LIMIT, async {
+        a_rolled_back_savepoint_takes_its_events_with_it!(Outbox::builder(SqliteStore::new(
+            db.pool()
+        )));
+    })
+    .await;
+}
+
+/// F41: what a released savepoint published goes when the outer transaction rolls back, and its
+/// dedup key with it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn p1_f41_a_released_savepoint_is_no_commit() {
+    let db = PgDb::new().await;
+    let outbox = Outbox::builder(PgStore::new(db.pool())).build().unwrap();
+    let keyed = outbox_core::PublishOptions::new().dedup_key("k");
+
+    let mut tx = db.pool().begin().await.unwrap();
+    let mut nested = tx.begin().await.unwrap();
+    let undone = outbox
+        .publish_with(&mut nested, &Ticked { n: 1 }, &keyed)
+        .await
+        .unwrap();
+    nested.commit().await.unwrap();
+    tx.rollback().await.unwrap();
+    assert_eq!(outbox.find(undone.event_id()).await.unwrap(), None);
+
+    let mut tx = db.pool().begin().await.unwrap();
+    let kept = outbox
+        .publish_with(&mut tx, &Ticked { n: 1 }, &keyed)
+        .await
+        .unwrap();
+    tx.commit().await.unwrap();
+    assert!(kept.duplicate().is_none());
+    let kept = outbox.find(kept.event_id()).await.unwrap().unwrap();
+    assert_eq!(kept.state, EventState::Pending);
+}
+
+/// F39: a COMMIT of an aborted transaction answers without an error.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn p1_f39_the_commit_of_an_aborted_transaction_dispatches_nothing() {
+    let db = PgDb::new().await;
+    let (handler, mut runs) = scripted(|_| Step::Return(Ok(())));
+    let outbox = Outbox::builder(PgStore::new(db.pool()))
+        .on(handler)
+        .build()
+        .unwrap();
+    let mut tx = outbox.begin().await.unwrap();
+    let published = tx.publish(&Ticked { n: 1 }).await.unwrap();
+    sqlx::query("SELECT 1 / 0")
+        .execute(&mut *tx)
+        .await
+        .unwrap_err();
+    tx.commit().await.unwrap().settled().await;
+
+    assert!(runs.try_recv().is_err());
+    assert_eq!(outbox.counters().vanished, 1);
+    assert_eq!(outbox.find(published.event_id()).await.unwrap(), None);
+}
