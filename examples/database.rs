@@ -1,5 +1,5 @@
 //! Where an example keeps its data: in a SQLite file, or in a schema of a PostgreSQL database.
-//! Nothing is left of either.
+//! Nothing is left of either, unless the program is killed: then drop `outbox_example_..` by hand.
 
 use anyhow::{Context, ensure};
 use outbox_sqlx::PgStore;

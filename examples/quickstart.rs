@@ -43,7 +43,7 @@ struct OrderPaid {
 }
 
 /// What the handler of [`OrderPaid`] returns. It is kept, for whoever publishes the event again.
-#[derive(Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Serialize, Deserialize)]
 struct Receipt {
     number: String,
 }
@@ -98,6 +98,7 @@ async fn tell<S: Shop>(store: S) -> anyhow::Result<()> {
         .on(SendReceipt)
         .on(CallCourier)
         .on(refund)
+        // So that the story can wait for what happens in the background.
         .on_settled(move |event| {
             let _ = report.send(event.clone());
         })
@@ -281,7 +282,7 @@ fn print_events(events: &[EventRow]) {
     let line = |columns: [&str; 7]| {
         let [id, name, status, attempts, error, reason, output] = columns;
         println!(
-            "{id:>5}  {name:<15} {status:<11} {attempts:>8}  {error:<27} {reason:<11} {output}"
+            "{id:>5}  {name:<15}  {status:<11}  {attempts:>8}  {error:<27}  {reason:<11}  {output}"
         );
     };
     line([

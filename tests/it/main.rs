@@ -2,6 +2,18 @@
 //!
 //! A bare `cargo test` starts a PostgreSQL server of its own if `DATABASE_URL` is not set.
 //! `support` is the kit; everything else is named after what it is about, in reading order.
+//!
+//! ```text
+//! contract      the store contract on both databases
+//! postgres      what only PostgreSQL has: plans, rights, HOT updates, isolation
+//! sqlite        what only SQLite has
+//! in_memory     the framework under paused time, over a store that fails on request
+//! both          the promises as an application sees them, on both databases
+//! savepoints    parts of transactions that are undone
+//! connections   which connections are used, and for how long
+//! crash         processes that are killed and frozen
+//! examples      the programs a newcomer runs first
+//! ```
 
 #[cfg(test)]
 mod events;
@@ -9,18 +21,28 @@ mod events;
 mod support;
 
 #[cfg(test)]
-mod both;
-#[cfg(test)]
-mod connections;
-#[cfg(test)]
 mod contract;
-#[cfg(test)]
-mod crash;
-#[cfg(test)]
-mod in_memory;
+
 #[cfg(test)]
 mod postgres;
-#[cfg(test)]
-mod savepoints;
+
 #[cfg(test)]
 mod sqlite;
+
+#[cfg(test)]
+mod in_memory;
+
+#[cfg(test)]
+mod both;
+
+#[cfg(test)]
+mod savepoints;
+
+#[cfg(test)]
+mod connections;
+
+#[cfg(test)]
+mod crash;
+
+#[cfg(test)]
+mod examples;
