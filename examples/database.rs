@@ -3,7 +3,7 @@
 
 use anyhow::{Context, ensure};
 use outbox_sqlx::PgStore;
-use outbox_sqlx::sqlite::SqliteStore;
+use outbox_sqlx::SqliteStore;
 use sqlx::postgres::{PgConnectOptions, PgPool};
 use sqlx::{AssertSqlSafe, ConnectOptions, Connection, Executor};
 use tempfile::TempDir;

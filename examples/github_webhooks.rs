@@ -35,7 +35,7 @@ use outbox_core::{
     Delivery, Handler, HandlerError, Outbox, OutboxEvent, Published, SettledResult, Store,
 };
 use outbox_sqlx::PgStore;
-use outbox_sqlx::sqlite::SqliteStore;
+use outbox_sqlx::SqliteStore;
 use serde::{Deserialize, Serialize};
 use serde_json::value::RawValue;
 use sqlx::{PgConnection, SqliteConnection};

@@ -25,7 +25,7 @@ use outbox_core::{
     Store,
 };
 use outbox_sqlx::PgStore;
-use outbox_sqlx::sqlite::SqliteStore;
+use outbox_sqlx::SqliteStore;
 use serde::{Deserialize, Serialize};
 use sqlx::{PgConnection, SqliteConnection};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
@@ -141,7 +141,7 @@ async fn tell<S: Shop>(store: S) -> anyhow::Result<()> {
     println!("\n3. Order 2 is packed, but the courier does not answer.");
     let mut tx = outbox.begin().await?;
     S::set_status(&mut tx, 2, "packed").await?;
-    let _ = tx.publish(&OrderPacked { order_id: 2 }).await?;
+    tx.publish(&OrderPacked { order_id: 2 }).await?;
     tx.commit().await?;
 
     let failed = next(&mut outcomes).await?;
@@ -162,7 +162,7 @@ async fn tell<S: Shop>(store: S) -> anyhow::Result<()> {
     println!("\n4. Order 3 is cancelled, but its card was closed.");
     let mut tx = outbox.begin().await?;
     S::set_status(&mut tx, 3, "cancelled").await?;
-    let _ = tx.publish(&OrderCancelled { order_id: 3 }).await?;
+    tx.publish(&OrderCancelled { order_id: 3 }).await?;
     tx.commit().await?;
 
     let gave_up = next(&mut outcomes).await?;

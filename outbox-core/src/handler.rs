@@ -85,7 +85,8 @@ where
 
 /// Why a handler did not succeed, and what follows from it.
 ///
-/// Every [`std::error::Error`] turns into a retry through `?`. The text of the error and of its
+/// Every [`std::error::Error`] turns into a retry through `?`. For what is none, such as
+/// `anyhow::Error`, there is `.map_err(HandlerError::retry)?`. The text of the error and of its
 /// sources is stored, cut to [`ERROR_TEXT_MAX`](crate::outcome::ERROR_TEXT_MAX) bytes.
 pub struct HandlerError {
     verdict: Verdict,

@@ -81,7 +81,6 @@ impl PublishOptions {
 /// What became of a publish.
 ///
 /// It is true only once the transaction has committed.
-#[must_use = "a duplicate is not an error: the answer says which of the two it was"]
 pub enum Published<E: OutboxEvent> {
     /// A row was inserted.
     Inserted(EventId),

@@ -42,11 +42,6 @@ impl Ident {
     pub(crate) fn quoted_with(&self, suffix: &str) -> String {
         format!("\"{}{suffix}\"", self.0.replace('"', "\"\""))
     }
-
-    /// The name, quoted.
-    pub(crate) fn quoted(&self) -> String {
-        self.quoted_with("")
-    }
 }
 
 #[cfg(test)]
@@ -55,7 +50,10 @@ mod tests {
 
     #[track_caller]
     fn check_quoted(name: &str, expected: &str) {
-        assert_eq!(Ident::new("table", name, 63).unwrap().quoted(), expected);
+        assert_eq!(
+            Ident::new("table", name, 63).unwrap().quoted_with(""),
+            expected
+        );
     }
 
     #[test]

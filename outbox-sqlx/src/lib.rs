@@ -12,3 +12,5 @@ pub mod sqlite;
 
 #[cfg(feature = "postgres")]
 pub use crate::postgres::PgStore;
+#[cfg(feature = "sqlite")]
+pub use crate::sqlite::SqliteStore;

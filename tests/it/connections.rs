@@ -70,7 +70,7 @@ async fn p2_f90_forty_publishers_on_a_pool_of_four_do_not_wait_for_themselves() 
         publishing.push(tokio::spawn(async move {
             let mut tx = outbox.begin().await.unwrap();
             sqlx::query("SELECT 1").execute(&mut *tx).await.unwrap();
-            let _ = tx.publish(&Ticked { n }).await.unwrap();
+            tx.publish(&Ticked { n }).await.unwrap();
             tx.commit().await.unwrap();
         }));
     }

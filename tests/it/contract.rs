@@ -92,7 +92,7 @@ mod sqlite {
     use std::time::Duration;
 
     use outbox_core::testing::contract::Harness;
-    use outbox_sqlx::sqlite::SqliteStore;
+    use outbox_sqlx::SqliteStore;
     use sqlx::SqlitePool;
 
     use crate::support::SqliteDb;

@@ -392,8 +392,11 @@ async fn statements_keep_to_their_indexes_in_every_state_of_the_table() {
             assert!(!settle.contains("Join"), "{state}, {mode}:\n{settle}");
             assert!(!settle.contains("Nested"), "{state}, {mode}:\n{settle}");
 
+            // The installation is one row.
             let find = plan(&store, mode, "find", "bigint", "5").await;
-            assert!(!find.contains("Seq Scan"), "{state}, {mode}:\n{find}");
+            let walks = find.lines().filter(|line| line.contains("Seq Scan"));
+            let walked = walks.filter(|line| !line.contains("_installation")).count();
+            assert_eq!(walked, 0, "{state}, {mode}:\n{find}");
             let purge = plan(&store, mode, "purge", "bigint", "5").await;
             assert!(!purge.contains("Seq Scan"), "{state}, {mode}:\n{purge}");
             let sweep = plan(&store, mode, "sweep_look", "bigint, bigint", "5, 5").await;

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use outbox_core::{EventState, Outbox};
 use outbox_sqlx::PgStore;
-use outbox_sqlx::sqlite::SqliteStore;
+use outbox_sqlx::SqliteStore;
 use sqlx::Connection;
 
 use crate::events::{Step, Ticked, scripted};
@@ -18,7 +18,7 @@ macro_rules! a_rolled_back_savepoint_takes_its_events_with_it {
         let (handler, mut runs) = scripted(|_| Step::Return(Ok(())));
         let outbox = $outbox.on(handler).build().unwrap();
         let mut tx = outbox.begin().await.unwrap();
-        let _ = tx.publish(&Ticked { n: 1 }).await.unwrap();
+        tx.publish(&Ticked { n: 1 }).await.unwrap();
         let mut nested = (&mut *tx).begin().await.unwrap();
         let undone = outbox.publish(&mut nested, &Ticked { n: 2 }).await.unwrap();
         nested.rollback().await.unwrap();
@@ -26,12 +26,12 @@ macro_rules! a_rolled_back_savepoint_takes_its_events_with_it {
             .execute(&mut *tx)
             .await
             .unwrap();
-        let _ = tx.publish(&Ticked { n: 20 }).await.unwrap();
+        tx.publish(&Ticked { n: 20 }).await.unwrap();
         sqlx::query("ROLLBACK TO SAVEPOINT by_hand")
             .execute(&mut *tx)
             .await
             .unwrap();
-        let _ = tx.publish(&Ticked { n: 3 }).await.unwrap();
+        tx.publish(&Ticked { n: 3 }).await.unwrap();
         tx.commit().await.unwrap().settled().await;
 
         let mut handled = vec![runs.recv().await.unwrap().n, runs.recv().await.unwrap().n];

@@ -14,7 +14,7 @@ use outbox_core::store::{
     BornLease, ClaimRequest, Claimed, EventRecord, EventState, Existing, Insertion, LEASE_ENDED,
     LowWater, NewEvent, Renewal, Settled, Settlement, Store, StoreErrorKind, SweepRequest,
 };
-use outbox_sqlx::sqlite::SqliteStore;
+use outbox_sqlx::SqliteStore;
 use sqlx::{AssertSqlSafe, SqlitePool};
 
 use crate::support::SqliteDb;

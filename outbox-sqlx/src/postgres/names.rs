@@ -70,13 +70,13 @@ impl Names {
         for (placeholder, suffix) in INDEXES {
             sql = sql.replace(placeholder, &self.table.quoted_with(suffix));
         }
-        sql.replace("{schema}", &self.schema.quoted()).into()
+        sql.replace("{schema}", &self.schema.quoted_with("")).into()
     }
 
     fn qualified(&self, suffix: &str) -> String {
         format!(
             "{}.{}",
-            self.schema.quoted(),
+            self.schema.quoted_with(""),
             self.table.quoted_with(suffix)
         )
     }

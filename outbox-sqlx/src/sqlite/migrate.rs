@@ -38,7 +38,7 @@ pub(super) const SET_VERSION: &str = "
 
 /// Draws a new installation, in one statement.
 pub(super) const RENEW_INSTALLATION: &str = "
-    UPDATE {installation} SET uuid = lower(hex(randomblob(16)))
+    UPDATE {installation} SET uuid = lower(hex(randomblob(16))) RETURNING uuid
 ";
 
 /// Brings the schema to [`SCHEMA_VERSION`], inside a transaction that holds the write lock from its

@@ -88,6 +88,7 @@ use sqlx::sqlite::{
     SqliteConnectOptions, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteSynchronous,
 };
 use sqlx::{Sqlite, SqliteConnection, Transaction};
+use uuid::Uuid;
 
 use self::code::sqlite_error;
 use self::lend::{End, is_in_memory};
@@ -239,14 +240,13 @@ impl SqliteStore {
     /// # Cancel safety
     ///
     /// Dropping the future leaves the old UUID or a new one.
-    pub async fn renew_installation(&self) -> Result<(), StoreError> {
+    pub async fn renew_installation(&self) -> Result<Uuid, StoreError> {
         self.write(
             "renew the installation",
             async |connection: &mut SqliteConnection| {
-                sqlx::query(safe(&self.inner.statements.renew_installation))
-                    .execute(connection)
-                    .await
-                    .map(drop)
+                let statement = safe(&self.inner.statements.renew_installation);
+                let uuid: String = sqlx::query_scalar(statement).fetch_one(connection).await?;
+                row::installation(&uuid)
             },
         )
         .await
@@ -310,7 +310,7 @@ impl SqliteStoreBuilder {
         }
         Ok(SqliteStore::assemble(
             self.pool,
-            Table::new(self.table)?,
+            Table::new(&self.table)?,
             self.deadline,
         ))
     }

@@ -41,10 +41,12 @@ pub(super) fn claimed(row: &SqliteRow, token: LeaseToken) -> Result<Claimed, sql
 
 /// The id made of the columns `id` and `installation`.
 pub(super) fn event_id(row: &SqliteRow) -> Result<EventId, sqlx::Error> {
-    let installation: String = row.try_get("installation")?;
-    let installation =
-        Uuid::from_str(&installation).map_err(|error| undecodable("installation", error))?;
-    Ok(EventId::new(installation, row.try_get("id")?))
+    let uuid: String = row.try_get("installation")?;
+    Ok(EventId::new(installation(&uuid)?, row.try_get("id")?))
+}
+
+pub(super) fn installation(uuid: &str) -> Result<Uuid, sqlx::Error> {
+    Uuid::from_str(uuid).map_err(|error| undecodable("installation", error))
 }
 
 /// A text that may not be UTF-8, since SQLite does not check and a person may have written it.

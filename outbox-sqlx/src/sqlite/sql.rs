@@ -6,6 +6,7 @@ use outbox_core::store::{StoreError, StoreErrorKind};
 use sqlx::AssertSqlSafe;
 
 use super::{check, claim, find, insert, migrate, purge, renew, settle, sweep};
+use crate::ident::Ident;
 
 /// The database's clock, in microseconds since the epoch.
 ///
@@ -36,44 +37,30 @@ const TABLE_MAX: usize = 63 - "_installation".len();
 
 /// A table name that was checked. All names of an outbox begin with it.
 #[derive(Clone, Debug)]
-pub(super) struct Table(String);
+pub(super) struct Table(Ident);
 
 impl Default for Table {
     fn default() -> Self {
-        Self("outbox_events".to_owned())
+        Self::new("outbox_events").expect("the default name is valid")
     }
 }
 
 impl Table {
-    pub(super) fn new(name: String) -> Result<Self, StoreError> {
-        let refused = |why: &str| {
-            StoreError::new(
-                StoreErrorKind::Config,
-                format!("the table name {name:?} {why}"),
-            )
-        };
-        if name.is_empty() {
-            return Err(refused("is empty"));
-        }
-        if name.len() > TABLE_MAX {
-            return Err(refused(&format!("is longer than {TABLE_MAX} bytes")));
-        }
-        if name.contains('\0') {
-            return Err(refused("contains U+0000"));
-        }
+    pub(super) fn new(name: &str) -> Result<Self, StoreError> {
         if name
             .get(..7)
             .is_some_and(|start| start.eq_ignore_ascii_case("sqlite_"))
         {
-            return Err(refused(
-                "begins with `sqlite_`, which SQLite keeps to itself",
+            return Err(StoreError::new(
+                StoreErrorKind::Config,
+                format!("table name {name:?} begins with `sqlite_`, which SQLite keeps to itself"),
             ));
         }
-        Ok(Self(name))
+        Ident::new("table", name, TABLE_MAX).map(Self)
     }
 
     pub(super) fn as_str(&self) -> &str {
-        &self.0
+        self.0.as_str()
     }
 
     /// Fills a statement's placeholders. Tables are named with their database, so that a temporary
@@ -100,20 +87,13 @@ impl Table {
                 "status" => sql.push_str(&STATUS.replace("{now}", NOW)),
                 name => {
                     sql.push_str(database);
-                    self.push_quoted(&mut sql, suffix(name));
+                    sql.push_str(&self.0.quoted_with(suffix(name)));
                 }
             }
             rest = after;
         }
         sql.push_str(rest);
         sql
-    }
-
-    fn push_quoted(&self, sql: &mut String, suffix: &str) {
-        sql.push('"');
-        sql.push_str(&self.0.replace('"', "\"\""));
-        sql.push_str(suffix);
-        sql.push('"');
     }
 }
 
@@ -211,7 +191,7 @@ mod tests {
 
     #[track_caller]
     fn check_refused(name: &str, why: &str) {
-        let error = Table::new(name.to_owned()).unwrap_err();
+        let error = Table::new(name).unwrap_err();
         assert_eq!(error.kind(), StoreErrorKind::Config);
         assert!(error.to_string().contains(why), "{error}");
     }
@@ -221,15 +201,15 @@ mod tests {
         check_refused("", "is empty");
         check_refused("a\0b", "contains U+0000");
         check_refused("SQLite_events", "begins with `sqlite_`");
-        check_refused(&"x".repeat(TABLE_MAX + 1), "is longer than 50 bytes");
-        assert!(Table::new("x".repeat(TABLE_MAX)).is_ok());
-        assert!(Table::new(Table::default().0).is_ok());
-        assert!(Table::new("große \"Ereignisse\"; --".to_owned()).is_ok());
+        check_refused(&"x".repeat(TABLE_MAX + 1), "is 51 bytes long");
+        assert!(Table::new(&"x".repeat(TABLE_MAX)).is_ok());
+        assert!(Table::new(Table::default().as_str()).is_ok());
+        assert!(Table::new("große \"Ereignisse\"; --").is_ok());
     }
 
     #[test]
     fn a_table_name_is_quoted_and_never_read_as_a_placeholder() {
-        let table = Table::new("a\"{keys}".to_owned()).unwrap();
+        let table = Table::new("a\"{keys}").unwrap();
         assert_eq!(
             &*table.statement("SELECT 1 FROM {events}, {keys} x"),
             r#"SELECT 1 FROM main."a""{keys}", main."a""{keys}_keys" x"#

@@ -20,7 +20,7 @@ async fn the_inline_path_needs_no_claim_and_shares_its_statements<D: Database>(d
         .unwrap();
     let mut tx = outbox.begin().await.unwrap();
     let events: Vec<Ticked> = (0..200).map(|n| Ticked { n }).collect();
-    let _ = tx.publish_all(&events).await.unwrap();
+    tx.publish_all(&events).await.unwrap();
     tx.commit().await.unwrap().settled().await;
 
     let counters = outbox.counters();
@@ -36,7 +36,7 @@ async fn the_relay_path_shares_one_claim_and_one_settlement<D: Database>(db: &D)
     let outbox = builder.build().unwrap();
     let mut tx = outbox.store().begin().await.unwrap();
     let events: Vec<Ticked> = (0..200).map(|n| Ticked { n }).collect();
-    let _ = outbox.publish_all(&mut tx, &events).await.unwrap();
+    outbox.publish_all(&mut tx, &events).await.unwrap();
     outbox.store().commit(tx).await.unwrap();
     let relay = outbox
         .relay()

@@ -56,7 +56,7 @@ async fn the_handler_finds_the_business_change<D: Database + 'static>(db: &D) {
     for n in 0..20 {
         let mut tx = outbox.begin().await.unwrap();
         D::insert_order(&mut tx, n).await.unwrap();
-        let _ = tx.publish(&Ticked { n: 1 }).await.unwrap();
+        tx.publish(&Ticked { n: 1 }).await.unwrap();
         tx.commit().await.unwrap();
         runs.recv().await.unwrap();
         // Another connection than the publisher's sees it by the time the handler runs.
@@ -68,13 +68,13 @@ async fn p1_a_transaction_that_rolls_back_dispatches_nothing<D: Database>(db: &D
     let (handler, mut runs) = scripted(|_| Step::Return(Ok(())));
     let outbox = db.outbox().on(handler).build().unwrap();
     let mut tx = outbox.begin().await.unwrap();
-    let _ = tx.publish(&Ticked { n: 1 }).await.unwrap();
+    tx.publish(&Ticked { n: 1 }).await.unwrap();
     tx.rollback().await.unwrap();
     let mut tx = outbox.begin().await.unwrap();
-    let _ = tx.publish(&Ticked { n: 2 }).await.unwrap();
+    tx.publish(&Ticked { n: 2 }).await.unwrap();
     drop(tx);
     let mut tx = outbox.begin().await.unwrap();
-    let _ = tx.publish(&Ticked { n: 3 }).await.unwrap();
+    tx.publish(&Ticked { n: 3 }).await.unwrap();
     tx.commit().await.unwrap().settled().await;
 
     assert_eq!(runs.recv().await.unwrap().n, 3);

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use outbox_core::{Outbox, OutboxBuilder, Store};
 use outbox_sqlx::PgStore;
-use outbox_sqlx::sqlite::SqliteStore;
+use outbox_sqlx::SqliteStore;
 use sqlx::{PgConnection, SqliteConnection};
 
 use crate::support::{PgDb, SqliteDb};

@@ -303,7 +303,7 @@ async fn a_relay_is_woken_by_a_commit_of_the_outbox<D: Database>(db: &D) {
         .unwrap();
     for n in 0..5 {
         let mut tx = outbox.begin().await.unwrap();
-        let _ = tx.publish(&Ticked { n }).await.unwrap();
+        tx.publish(&Ticked { n }).await.unwrap();
         tx.commit().await.unwrap();
         assert_eq!(runs.recv().await.unwrap().n, n);
     }

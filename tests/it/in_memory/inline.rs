@@ -61,11 +61,11 @@ async fn p1_an_event_of_a_rolled_back_savepoint_is_not_handled() {
     let outbox = builder(&store).on(handler).build().unwrap();
 
     let mut tx = outbox.begin().await.unwrap();
-    let _ = tx.publish(&Ticked { n: 1 }).await.unwrap();
+    tx.publish(&Ticked { n: 1 }).await.unwrap();
     let savepoint = tx.savepoint();
-    let _ = tx.publish(&Ticked { n: 2 }).await.unwrap();
+    tx.publish(&Ticked { n: 2 }).await.unwrap();
     tx.rollback_to(savepoint);
-    let _ = tx.publish(&Ticked { n: 3 }).await.unwrap();
+    tx.publish(&Ticked { n: 3 }).await.unwrap();
     tx.commit().await.unwrap().settled().await;
 
     assert_eq!(runs.recv().await.unwrap().n, 1);
@@ -81,7 +81,7 @@ async fn p1_a_commit_that_rolled_back_without_saying_so_dispatches_nothing() {
     let outbox = builder(&store).on(handler).build().unwrap();
 
     let mut tx = outbox.begin().await.unwrap();
-    let _ = tx.publish(&Ticked { n: 1 }).await.unwrap();
+    tx.publish(&Ticked { n: 1 }).await.unwrap();
     tx.abort();
     tx.commit().await.unwrap().settled().await;
 
@@ -135,7 +135,7 @@ async fn a_commit_that_is_dropped_half_way_gives_its_events_back() {
     let outbox = builder(&store).on(handler).build().unwrap();
 
     let mut tx = outbox.begin().await.unwrap();
-    let _ = tx.publish(&Ticked { n: 1 }).await.unwrap();
+    tx.publish(&Ticked { n: 1 }).await.unwrap();
     let hold = store.hold(Operation::Commit);
     let commit = tokio::spawn(tx.commit());
     hold.arrived(1).await;
@@ -190,7 +190,7 @@ async fn p16_events_beyond_the_queue_are_left_to_the_relay() {
 
     let mut tx = outbox.begin().await.unwrap();
     let events: Vec<Ticked> = (0..5).map(|n| Ticked { n }).collect();
-    let _ = tx.publish_all(&events).await.unwrap();
+    tx.publish_all(&events).await.unwrap();
     tx.commit().await.unwrap().settled().await;
 
     assert_eq!(outbox.counters().processed, 2);
@@ -202,7 +202,7 @@ async fn p16_events_beyond_the_queue_are_left_to_the_relay() {
 
     // The places are free again.
     let mut tx = outbox.begin().await.unwrap();
-    let _ = tx.publish(&Ticked { n: 9 }).await.unwrap();
+    tx.publish(&Ticked { n: 9 }).await.unwrap();
     tx.commit().await.unwrap().settled().await;
     assert_eq!(outbox.counters().processed, 3);
 }
@@ -222,7 +222,7 @@ async fn p6_an_event_that_waited_too_long_for_a_handler_goes_back_uncharged() {
         .unwrap();
 
     let mut tx = outbox.begin().await.unwrap();
-    let _ = tx.publish(&Ticked { n: 1 }).await.unwrap();
+    tx.publish(&Ticked { n: 1 }).await.unwrap();
     let second = tx.publish(&Ticked { n: 2 }).await.unwrap().event_id();
     let committed = tokio::time::Instant::now();
     tx.commit().await.unwrap();
@@ -244,7 +244,7 @@ async fn a_slow_transaction_renews_the_lease_its_rows_were_born_with() {
     let outbox = builder(&store).on(handler).build().unwrap();
 
     let mut tx = outbox.begin().await.unwrap();
-    let _ = tx.publish(&Ticked { n: 1 }).await.unwrap();
+    tx.publish(&Ticked { n: 1 }).await.unwrap();
     tokio::time::advance(Duration::from_secs(14)).await;
     tx.commit().await.unwrap().settled().await;
 
@@ -266,7 +266,7 @@ async fn a_transaction_that_outlived_its_lease_does_not_run_what_a_relay_has_tak
         .unwrap();
 
     let mut tx = outbox.begin().await.unwrap();
-    let _ = tx.publish(&Ticked { n: 1 }).await.unwrap();
+    tx.publish(&Ticked { n: 1 }).await.unwrap();
     tokio::time::advance(Duration::from_secs(60)).await;
     let verification = store.hold(Operation::Verify);
     let dispatching = tx.commit().await.unwrap();
@@ -337,7 +337,7 @@ async fn a_verification_that_fails_is_repeated_and_nothing_is_lost() {
     let outbox = builder(&store).on(handler).build().unwrap();
 
     let mut tx = outbox.begin().await.unwrap();
-    let _ = tx.publish(&Ticked { n: 1 }).await.unwrap();
+    tx.publish(&Ticked { n: 1 }).await.unwrap();
     store.fail_next(Operation::Verify, StoreErrorKind::Unreachable, 3);
     tx.commit().await.unwrap().settled().await;
 
@@ -425,7 +425,7 @@ async fn an_inline_event_is_not_the_relays_meanwhile() {
     let _relay = outbox.relay().start().await.unwrap();
 
     let mut tx = outbox.begin().await.unwrap();
-    let _ = tx.publish(&Ticked { n: 1 }).await.unwrap();
+    tx.publish(&Ticked { n: 1 }).await.unwrap();
     tx.commit().await.unwrap().settled().await;
     publish_for_relays(&outbox, &Ticked { n: 2 }).await;
 

@@ -103,7 +103,7 @@ async fn a_transaction_dropped_with_events_in_it_says_so() {
     let store = MemoryStore::new();
     let outbox = builder(&store).build().unwrap();
     let mut tx = outbox.begin().await.unwrap();
-    let _ = tx.publish(&Ticked { n: 1 }).await.unwrap();
+    tx.publish(&Ticked { n: 1 }).await.unwrap();
     drop(tx);
     log.contains(&[
         "WARN",

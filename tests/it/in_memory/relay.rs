@@ -261,7 +261,7 @@ async fn a_wake_up_from_another_process_is_heard() {
     store.wait_for_calls(Operation::Claim, 10).await;
 
     let mut tx = publisher.begin().await.unwrap();
-    let _ = tx.publish(&Ticked { n: 1 }).await.unwrap();
+    tx.publish(&Ticked { n: 1 }).await.unwrap();
     let committed = Instant::now();
     tx.commit().await.unwrap();
     runs.recv().await.unwrap();

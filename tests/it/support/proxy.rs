@@ -450,9 +450,10 @@ mod tests {
         let db = PgDb::empty().await;
         let proxy = Proxy::to(&db).await;
         let mut stream = TcpStream::connect(proxy.address).await.unwrap();
-        // A session that has begun, so that the proxy is known to have both ends.
+        // A request for TLS, which the server answers with a byte and then waits for more: so the
+        // proxy is known to have both ends, and neither ends by itself.
         stream
-            .write_all(b"\0\0\0\x15\0\x03\0\0user\0nobody\0\0")
+            .write_all(b"\0\0\0\x08\x04\xd2\x16\x2f")
             .await
             .unwrap();
         within(LIMIT, stream.read_u8()).await.unwrap();

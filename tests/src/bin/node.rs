@@ -109,7 +109,7 @@ async fn publish(outbox: &Outbox<PgStore>, from: i64) {
             .execute(&mut *tx)
             .await
             .unwrap();
-        let _ = tx.publish(&OrderPlaced { order }).await.unwrap();
+        tx.publish(&OrderPlaced { order }).await.unwrap();
         tx.commit().await.unwrap();
         println!("{{\"committed\":{order}}}");
     }

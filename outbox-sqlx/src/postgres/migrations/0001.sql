@@ -157,7 +157,8 @@ INSERT INTO {installation} (id) VALUES (gen_random_uuid());
 -- pending again, whoever's token is still in the row.
 CREATE VIEW {all} AS
 SELECT
-    id, name, version, payload, headers, dedup_key, ordering_key,
+    id, replace((SELECT i.id::text FROM {installation} AS i), '-', '') || '-' || id AS event_id,
+    name, version, payload, headers, dedup_key, ordering_key,
     CASE priority WHEN 0 THEN 'low' WHEN 1 THEN 'normal' WHEN 2 THEN 'high' ELSE 'critical' END
         AS priority,
     CASE
@@ -171,7 +172,8 @@ SELECT
 FROM {events}
 UNION ALL
 SELECT
-    id, name, version, payload, headers, dedup_key, ordering_key,
+    id, replace((SELECT i.id::text FROM {installation} AS i), '-', '') || '-' || id,
+    name, version, payload, headers, dedup_key, ordering_key,
     CASE priority WHEN 0 THEN 'low' WHEN 1 THEN 'normal' WHEN 2 THEN 'high' ELSE 'critical' END,
     'processed',
     attempts, max_attempts, NULL, NULL, claimed_by, NULL, created_at,
@@ -179,7 +181,8 @@ SELECT
 FROM {history}
 UNION ALL
 SELECT
-    id, name, version, payload, headers, dedup_key, ordering_key,
+    id, replace((SELECT i.id::text FROM {installation} AS i), '-', '') || '-' || id,
+    name, version, payload, headers, dedup_key, ordering_key,
     CASE priority WHEN 0 THEN 'low' WHEN 1 THEN 'normal' WHEN 2 THEN 'high' ELSE 'critical' END,
     'dead_letter',
     attempts, max_attempts, NULL, NULL, claimed_by, NULL, created_at,

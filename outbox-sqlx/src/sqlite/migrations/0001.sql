@@ -123,6 +123,7 @@ INSERT INTO {installation} (one, uuid) VALUES (1, lower(hex(randomblob(16))));
 CREATE VIEW {all} AS
 SELECT
     id,
+    (SELECT uuid FROM {installation}) || '-' || id AS event_id,
     name,
     version,
     payload,
