@@ -130,7 +130,8 @@ pub trait Store: Clone + Send + Sync + 'static {
     ///
     /// All or nothing: with an error, nothing was recorded or it is unknown, and the same call may
     /// be repeated (what was recorded answers [`Settled::LeaseLost`] then). An error of kind
-    /// [`StoreErrorKind::Data`] is some row's fault; the framework then splits the batch.
+    /// [`Data`](StoreErrorKind::Data) or [`Locked`](StoreErrorKind::Locked) is some row's fault;
+    /// the framework then cuts the batch until that row is alone.
     fn settle(
         &self,
         settlements: &[Settlement],
@@ -612,9 +613,11 @@ pub struct StoreError {
 pub enum StoreErrorKind {
     /// The database could not be reached, closed the connection, or is starting or stopping.
     Unreachable,
-    /// The database did not answer within the deadline, or a lock was not had in time. What was
-    /// asked may or may not have been done.
+    /// The database did not answer within the deadline. What was asked may or may not have been
+    /// done.
     TimedOut,
+    /// A lock on a row was not had in time. Nothing was done.
+    Locked,
     /// A deadlock or a serialization failure: the transaction has to be run again.
     Conflict,
     /// A value was refused: what the row carries is at fault, not the database.
@@ -666,7 +669,10 @@ impl StoreError {
     pub fn is_transient(&self) -> bool {
         matches!(
             self.kind,
-            StoreErrorKind::Unreachable | StoreErrorKind::TimedOut | StoreErrorKind::Conflict
+            StoreErrorKind::Unreachable
+                | StoreErrorKind::TimedOut
+                | StoreErrorKind::Locked
+                | StoreErrorKind::Conflict
         )
     }
 }
@@ -687,6 +693,7 @@ impl fmt::Display for StoreError {
             StoreErrorKind::Config => return write!(f, "invalid store setting: {}", self.doing),
             StoreErrorKind::Unreachable => f.write_str("database unreachable")?,
             StoreErrorKind::TimedOut => f.write_str("no answer from the database in time")?,
+            StoreErrorKind::Locked => f.write_str("a row was locked for too long")?,
             StoreErrorKind::Conflict => f.write_str("transaction conflict")?,
             StoreErrorKind::Data => f.write_str("a value was refused by the database")?,
             StoreErrorKind::SchemaMissing => f.write_str("the outbox is not installed")?,

@@ -25,6 +25,15 @@ const LINGER: Duration = Duration::from_millis(2);
 /// The most outcomes of one statement.
 const BATCH_MAX: usize = 500;
 
+/// Into how many parts a batch with a culprit in it is cut. Each level costs one wait for a lock.
+const PARTS: usize = 8;
+
+/// The pause between two tries of rows that are locked.
+const PARKED_FOR: Duration = Duration::from_secs(1);
+
+/// How often a bare outcome may be refused before its lease is left to expire.
+const REFUSALS_MAX: u32 = 3;
+
 /// What a settled event is reported as.
 #[derive(Clone, Debug)]
 pub(crate) struct About {
@@ -75,14 +84,50 @@ pub(crate) async fn run<S: Store>(
     shared: Arc<Shared<S>>,
     mut endings: mpsc::UnboundedReceiver<Ending>,
 ) {
+    let mut parked = Parked::default();
     loop {
         let first = tokio::select! {
             () = shared.closing.cancelled() => return,
             first = endings.recv() => first,
+            pending = parked.next() => {
+                settle(&shared, vec![pending], &mut parked).await;
+                continue;
+            }
         };
         let Some(first) = first else { return };
         let batch = gather(first, &mut endings).await;
-        record(&shared, batch).await;
+        record(&shared, batch, &mut parked).await;
+    }
+}
+
+/// Outcomes of rows that somebody has locked: an operator's open transaction, for instance.
+///
+/// They are tried again one at a time and with a pause, because each try waits for its lock, and
+/// everybody else's outcomes wait behind it.
+#[derive(Default)]
+struct Parked {
+    pending: VecDeque<Pending>,
+    next_at: Option<Instant>,
+}
+
+impl Parked {
+    fn park(&mut self, pending: Pending) {
+        self.pending.push_back(pending);
+        self.next_at = Some(Instant::now() + PARKED_FOR);
+    }
+
+    /// Waits until the next one may be tried. For ever if there is none.
+    async fn next(&mut self) -> Pending {
+        match self.next_at {
+            Some(at) => tokio::time::sleep_until(at).await,
+            None => std::future::pending().await,
+        }
+        // Nothing is awaited from here on, so dropping this future loses none.
+        self.next_at = (self.pending.len() > 1).then(|| Instant::now() + PARKED_FOR);
+        match self.pending.pop_front() {
+            Some(pending) => pending,
+            None => std::future::pending().await,
+        }
     }
 }
 
@@ -109,7 +154,7 @@ async fn gather(first: Ending, endings: &mut mpsc::UnboundedReceiver<Ending>) ->
     batch
 }
 
-async fn record<S: Store>(shared: &Shared<S>, batch: Vec<Ending>) {
+async fn record<S: Store>(shared: &Shared<S>, batch: Vec<Ending>, parked: &mut Parked) {
     let mut settlements = Vec::new();
     let mut releases = Vec::new();
     let mut flushes = Vec::new();
@@ -130,19 +175,24 @@ async fn record<S: Store>(shared: &Shared<S>, batch: Vec<Ending>) {
     }
     // Rows are locked in this order by every writer, so that two of them cannot deadlock.
     settlements.sort_unstable_by_key(|(settlement, ..)| settlement.lease);
-    settle(shared, settlements).await;
+    settle(shared, settlements, parked).await;
     release(shared, releases).await;
+    if !flushes.is_empty() {
+        for pending in std::mem::take(parked).pending {
+            settle(shared, vec![pending], parked).await;
+        }
+    }
     for done in flushes {
         // Whoever asked may have given up waiting.
         let _ = done.send(());
     }
 }
 
-/// Settles a batch. What one row can make fail fails for that row alone: on a data error the
-/// batch is halved until the culprit is alone.
-async fn settle<S: Store>(shared: &Shared<S>, batch: Vec<Pending>) {
+/// Settles a batch. What one row can make fail fails for that row alone: where one is refused or
+/// locked, the batch is cut into parts until the culprit is alone.
+async fn settle<S: Store>(shared: &Shared<S>, batch: Vec<Pending>, parked: &mut Parked) {
     let mut batches = VecDeque::from([batch]);
-    while let Some(batch) = batches.pop_front() {
+    while let Some(mut batch) = batches.pop_front() {
         if batch.is_empty() {
             continue;
         }
@@ -152,20 +202,19 @@ async fn settle<S: Store>(shared: &Shared<S>, batch: Vec<Pending>) {
             .collect();
         match attempt(shared, &settlements).await {
             Recorded::Answers(answers) => report(shared, batch, &answers),
-            Recorded::Refused if batch.len() == 1 => {
-                batches.extend(
-                    batch
-                        .into_iter()
-                        .map(|pending| vec![without_content(pending)]),
-                );
+            Recorded::GivenUp => give_up(shared, batch),
+            Recorded::Refused | Recorded::Locked if batch.len() > 1 => {
+                let part = batch.len().div_ceil(PARTS);
+                while !batch.is_empty() {
+                    let rest = batch.split_off(std::cmp::min(part, batch.len()));
+                    batches.push_back(std::mem::replace(&mut batch, rest));
+                }
             }
             Recorded::Refused => {
-                let mut left = batch;
-                let right = left.split_off(left.len() / 2);
-                batches.push_back(left);
-                batches.push_back(right);
+                let bare = batch.into_iter().map(without_content).collect();
+                batches.push_back(bare);
             }
-            Recorded::GivenUp => give_up(shared, batch),
+            Recorded::Locked => batch.into_iter().for_each(|pending| parked.park(pending)),
         }
     }
 }
@@ -174,48 +223,64 @@ enum Recorded {
     Answers(Vec<Settled>),
     /// Some row of the batch carries what the database does not take.
     Refused,
-    /// None of the leases can still be ours.
+    /// Some row of the batch is locked by somebody.
+    Locked,
+    /// None of the leases can still be ours, or the database takes nothing at all of it.
     GivenUp,
 }
 
 async fn attempt<S: Store>(shared: &Shared<S>, settlements: &[Settlement]) -> Recorded {
     let mut pause = wait::Backoff::new(Duration::from_millis(20), Duration::from_secs(2));
+    let mut refusals = 0;
     loop {
         shared.counters.settlements.one();
-        match shared.store.settle(settlements).await {
+        let error = match shared.store.settle(settlements).await {
             Ok(answers) => return Recorded::Answers(answers),
-            Err(error) => {
-                shared.counters.store_errors.one();
-                if error.kind() == StoreErrorKind::Data && !is_bare(settlements) {
-                    tracing::warn!(
-                        events = settlements.len(),
-                        error = %ErrorText::from(&error),
-                        "an outcome was refused by the database; looking for the one at fault"
-                    );
-                    return Recorded::Refused;
-                }
-                let held = settlements
-                    .iter()
-                    .filter_map(|s| shared.held.trusted_until(s.lease));
-                // As long again as the lease: nobody may have claimed the row since, and then its
-                // token still counts.
-                let worth_it = held
-                    .max()
-                    .is_some_and(|t| Instant::now() < t + shared.settings.lease);
-                if !worth_it || shared.past_deadline() {
-                    return Recorded::GivenUp;
-                }
-                let delay = pause.next();
-                tracing::warn!(
-                    events = settlements.len(),
-                    error = %ErrorText::from(&error),
-                    retry_in = ?delay,
-                    "outcomes could not be recorded yet"
-                );
-                shared.sleep_unless_past_deadline(delay).await;
+            Err(error) => error,
+        };
+        shared.counters.store_errors.one();
+        let at_fault = match error.kind() {
+            // Nobody else can have claimed it either, so its token counts for as long as it takes.
+            StoreErrorKind::Locked if !shared.past_deadline() => Some(Recorded::Locked),
+            _ if !is_worth_it(shared, settlements) => Some(Recorded::GivenUp),
+            StoreErrorKind::Data | StoreErrorKind::Other if !is_bare(settlements) => {
+                Some(Recorded::Refused)
             }
+            // There is nothing in it but the fact, and the database does not take that either: a
+            // trigger of somebody's, perhaps. Others must not wait for it.
+            StoreErrorKind::Data | StoreErrorKind::Other => {
+                refusals += 1;
+                (refusals == REFUSALS_MAX).then_some(Recorded::GivenUp)
+            }
+            _ => None,
+        };
+        let delay = pause.next();
+        if let Some(recorded) = at_fault {
+            tracing::warn!(
+                events = settlements.len(),
+                error = %ErrorText::from(&error),
+                "outcomes were not recorded"
+            );
+            return recorded;
         }
+        tracing::warn!(
+            events = settlements.len(),
+            error = %ErrorText::from(&error),
+            retry_in = ?delay,
+            "outcomes could not be recorded yet"
+        );
+        shared.sleep_unless_past_deadline(delay).await;
     }
+}
+
+/// Whether the row may still have our token: for as long again as the lease, since nobody may have
+/// claimed it yet.
+fn is_worth_it<S: Store>(shared: &Shared<S>, settlements: &[Settlement]) -> bool {
+    let trusted = settlements
+        .iter()
+        .filter_map(|settlement| shared.held.trusted_until(settlement.lease));
+    let until = trusted.max().map(|until| until + shared.settings.lease);
+    !shared.past_deadline() && until.is_some_and(|until| Instant::now() < until)
 }
 
 /// Whether there is nothing left in it that could be refused for what it says.
@@ -341,46 +406,76 @@ fn give_up<S: Store>(shared: &Shared<S>, batch: Vec<Pending>) {
     }
 }
 
+/// Gives claims back. A row that stays locked is left to its lease, so that the others need not
+/// wait for it.
 async fn release<S: Store>(shared: &Shared<S>, mut releases: Vec<(HeldLease, Waiter)>) {
-    if releases.is_empty() {
-        return;
-    }
     releases.sort_unstable_by_key(|(lease, _)| *lease);
-    let leases: Vec<HeldLease> = releases.iter().map(|(lease, _)| *lease).collect();
-    let mut pause = wait::Backoff::new(Duration::from_millis(20), Duration::from_secs(2));
     let give_up_at = Instant::now() + shared.settings.lease;
-    loop {
-        match shared.store.release(&leases).await {
-            Ok(answers) => {
+    let mut batches = VecDeque::from([releases]);
+    while let Some(mut batch) = batches.pop_front() {
+        if batch.is_empty() {
+            continue;
+        }
+        let leases: Vec<HeldLease> = batch.iter().map(|(lease, _)| *lease).collect();
+        match attempt_release(shared, &leases, give_up_at).await {
+            Recorded::Answers(answers) => {
                 let released = answers.iter().filter(|a| **a == Settled::Recorded).count();
                 shared.counters.released.add(released);
                 shared.counters.lease_lost.add(answers.len() - released);
-                for lease in &leases {
-                    shared.held.forget(*lease);
-                }
+                forget_all(shared, &leases);
                 shared.wake.local();
-                return;
             }
-            Err(error) => {
-                shared.counters.store_errors.one();
-                let out_of_time = Instant::now() >= give_up_at || shared.past_deadline();
+            Recorded::Locked if batch.len() > 1 => {
+                let rest = batch.split_off(batch.len() / 2);
+                batches.push_back(batch);
+                batches.push_back(rest);
+            }
+            Recorded::Locked | Recorded::Refused | Recorded::GivenUp => {
                 tracing::warn!(
                     events = leases.len(),
-                    error = %ErrorText::from(&error),
-                    "claims could not be given back{}",
-                    if out_of_time { "; their leases expire" } else { " yet" }
+                    "claims could not be given back; their leases expire"
                 );
-                if out_of_time {
-                    shared.counters.unrecorded.add(leases.len());
-                    if !shared.past_deadline() {
-                        for lease in &leases {
-                            shared.held.forget(*lease);
-                        }
-                    }
-                    return;
+                shared.counters.unrecorded.add(leases.len());
+                // In a shutdown the table keeps them, so that the error can name them.
+                if !shared.past_deadline() {
+                    forget_all(shared, &leases);
                 }
-                shared.sleep_unless_past_deadline(pause.next()).await;
             }
         }
+    }
+}
+
+async fn attempt_release<S: Store>(
+    shared: &Shared<S>,
+    leases: &[HeldLease],
+    give_up_at: Instant,
+) -> Recorded {
+    let mut pause = wait::Backoff::new(Duration::from_millis(20), Duration::from_secs(2));
+    loop {
+        let error = match shared.store.release(leases).await {
+            Ok(answers) => return Recorded::Answers(answers),
+            Err(error) => error,
+        };
+        shared.counters.store_errors.one();
+        if error.kind() == StoreErrorKind::Locked {
+            return Recorded::Locked;
+        }
+        if Instant::now() >= give_up_at || shared.past_deadline() {
+            return Recorded::GivenUp;
+        }
+        let delay = pause.next();
+        tracing::warn!(
+            events = leases.len(),
+            error = %ErrorText::from(&error),
+            retry_in = ?delay,
+            "claims could not be given back yet"
+        );
+        shared.sleep_unless_past_deadline(delay).await;
+    }
+}
+
+fn forget_all<S: Store>(shared: &Shared<S>, leases: &[HeldLease]) {
+    for lease in leases {
+        shared.held.forget(*lease);
     }
 }

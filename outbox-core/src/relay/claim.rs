@@ -33,18 +33,14 @@ pub(crate) async fn run<S: Store>(parts: Arc<RelayParts<S>>) {
             return;
         };
         match claim(&parts, capacity, &mut marks, &mut reserve).await {
-            Ok(Found::Everything) => {
+            Ok(found) => {
                 pause.reset();
-                poll.reset();
-            }
-            Ok(Found::Some(found)) => {
-                pause.reset();
-                if found > 0 {
+                if found.rows > 0 {
                     poll.reset();
                 }
-                if !marks.look().full || found == 0 {
-                    // Nothing is due that we could take. (After a look that was bounded, one from
-                    // the beginning comes first.)
+                // Fewer than asked for, and looked for from the beginning: nothing is due that we
+                // could take. (After a look from the marks, one from the beginning comes first.)
+                if found.rows < found.asked && found.everywhere {
                     poll.wait(&parts).await;
                 }
             }
@@ -102,11 +98,11 @@ async fn gather<S: Store>(parts: &RelayParts<S>, permits: &Arc<Semaphore>) -> Op
     Some(capacity)
 }
 
-enum Found {
-    /// As many as were asked for: there may be more.
-    Everything,
-    /// Fewer.
-    Some(usize),
+struct Found {
+    asked: usize,
+    rows: usize,
+    /// Whether the claim looked from the beginning.
+    everywhere: bool,
 }
 
 async fn claim<S: Store>(
@@ -137,8 +133,12 @@ async fn claim<S: Store>(
     shared.counters.claims.one();
     let claimed = shared.store.claim(&request).await?;
     marks.learn(look, &claimed, asked);
-    let found = claimed.len();
-    shared.counters.claimed.add(found);
+    let found = Found {
+        asked,
+        rows: claimed.len(),
+        everywhere: look.full,
+    };
+    shared.counters.claimed.add(found.rows);
     for claimed in claimed {
         match capacity.pop() {
             Some((permit, slot)) => {
@@ -154,11 +154,7 @@ async fn claim<S: Store>(
             None => shared.release(claimed.lease(), None),
         }
     }
-    Ok(if found >= asked {
-        Found::Everything
-    } else {
-        Found::Some(found)
-    })
+    Ok(found)
 }
 
 /// How much of each claim is for due retries and delays: a quarter, so that neither they nor new

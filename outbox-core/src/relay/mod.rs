@@ -81,8 +81,11 @@ impl<S: Store> RelayBuilder<S> {
         self
     }
 
-    /// Sets the longest pause between two looks at an idle outbox, and with it how late an event
-    /// can be when every wake-up is lost.
+    /// Sets the longest pause between two looks at an idle outbox.
+    ///
+    /// It is how late a retry, a delayed event or an event whose lease has ended can be, since
+    /// nobody sends a wake-up when one comes due, and how late any event can be when its wake-up is
+    /// lost.
     ///
     /// Defaults to 1 second. From 10 ms to 1 hour. After activity the relay looks every 50 ms at
     /// first (or at this interval, if it is shorter) and doubles the pause up to this.

@@ -26,6 +26,7 @@ pub(super) fn leaves_connection_usable(error: &sqlx::Error) -> bool {
             classify(database.as_ref()),
             StoreErrorKind::Conflict
                 | StoreErrorKind::TimedOut
+                | StoreErrorKind::Locked
                 | StoreErrorKind::Data
                 | StoreErrorKind::Denied
                 | StoreErrorKind::SchemaMissing
@@ -51,7 +52,8 @@ fn classify(error: &dyn DatabaseError) -> StoreErrorKind {
 fn kind_of(code: &str) -> StoreErrorKind {
     match code {
         // query_canceled is how statement_timeout reports itself.
-        "57014" | "55P03" => StoreErrorKind::TimedOut,
+        "57014" => StoreErrorKind::TimedOut,
+        "55P03" => StoreErrorKind::Locked,
         // Shutting down, starting up; a read-only server is one that was, or will be, the primary.
         "57P01" | "57P02" | "57P03" | "25006" => StoreErrorKind::Unreachable,
         "42501" => StoreErrorKind::Denied,

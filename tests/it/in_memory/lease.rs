@@ -98,9 +98,9 @@ async fn a_locked_row_is_not_a_lost_lease() {
     let (builder, mut outcomes) = settled(builder(&store).on(handler).lease(LEASE));
     let outbox = builder.build().unwrap();
     let id = publish_for_relays(&outbox, &Ticked { n: 1 }).await;
-    store.lock_row(id.row());
     let _relay = outbox.relay().start().await.unwrap();
     runs.recv().await.unwrap();
+    store.lock_row(id.row());
 
     store.wait_for_calls(Operation::Renew, 2).await;
     store.unlock_row(id.row());

@@ -117,3 +117,53 @@ async fn a_hook_that_panics_changes_nothing() {
     outcomes.recv().await.unwrap();
     outcomes.recv().await.unwrap();
 }
+
+#[tokio::test(start_paused = true)]
+async fn p18_a_locked_row_does_not_keep_others_from_being_stored_and_is_stored_at_last() {
+    let store = MemoryStore::new();
+    let (handler, mut runs) = scripted(|_| Step::Return(Ok(())));
+    let (builder, mut outcomes) = settled(builder(&store).on(handler));
+    let outbox = builder.build().unwrap();
+    let mut ids = Vec::new();
+    for n in 0..100 {
+        ids.push(publish_for_relays(&outbox, &Ticked { n }).await);
+    }
+    // An operator looks at one of them, FOR UPDATE, and goes for lunch.
+    store.lock_row(ids[42].row());
+    let began = tokio::time::Instant::now();
+    let relay = outbox.relay().concurrency(100).start().await.unwrap();
+    for _ in 0..99 {
+        assert_ne!(outcomes.recv().await.unwrap().event_id, ids[42]);
+    }
+    assert!(
+        began.elapsed() < Duration::from_secs(1),
+        "{:?}",
+        began.elapsed()
+    );
+
+    tokio::time::sleep(Duration::from_secs(300)).await;
+    store.unlock_row(ids[42].row());
+    assert_eq!(outcomes.recv().await.unwrap().event_id, ids[42]);
+    relay.shutdown(Duration::from_secs(10)).await.unwrap();
+    let mut started = 0;
+    while runs.try_recv().is_ok() {
+        started += 1;
+    }
+    assert!(started <= 101, "{started} runs of 100 events");
+}
+
+#[tokio::test(start_paused = true)]
+async fn p18_an_outcome_the_database_never_takes_does_not_stop_the_others() {
+    let store = MemoryStore::new();
+    let (handler, _runs) = scripted(|_| Step::Return(Ok(())));
+    let (builder, mut outcomes) = settled(builder(&store).on(handler));
+    let outbox = builder.build().unwrap();
+    publish_for_relays(&outbox, &Ticked { n: 1 }).await;
+    store.fail_next(Operation::Settle, StoreErrorKind::Other, 3);
+    let _relay = outbox.relay().start().await.unwrap();
+    store.wait_for_calls(Operation::Settle, 3).await;
+    assert_eq!(outbox.counters().unrecorded, 1);
+
+    publish_for_relays(&outbox, &Ticked { n: 2 }).await;
+    assert_eq!(outcomes.recv().await.unwrap().attempt, 1);
+}

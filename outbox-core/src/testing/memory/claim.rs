@@ -13,7 +13,7 @@ impl Database {
         let (mut waited, mut others): (Vec<_>, Vec<_>) = self
             .rows
             .values()
-            .filter(|row| is_claimable(row, request, now))
+            .filter(|row| self.is_claimable(row, request, now))
             .partition(|row| row.columns.due_at.is_some());
         others.retain(|row| row.columns.id.row() >= request.low_water.of(row.columns.priority));
 
@@ -35,7 +35,7 @@ impl Database {
         now: SystemTime,
     ) -> Vec<Claimed> {
         let chosen = rows.iter().filter_map(|number| self.rows.get(number));
-        let chosen = chosen.filter(|row| is_claimable(row, request, now));
+        let chosen = chosen.filter(|row| self.is_claimable(row, request, now));
         let mut chosen: Vec<i64> = chosen.map(|row| row.columns.id.row()).collect();
         chosen.sort_unstable();
         chosen.dedup();
@@ -74,6 +74,14 @@ impl Database {
         chunk
     }
 
+    /// What is locked is passed over, as `SKIP LOCKED` does.
+    fn is_claimable(&self, row: &Row, request: &ClaimRequest<'_>, now: SystemTime) -> bool {
+        row.is_free(now)
+            && row.has_attempt_left()
+            && request.names.contains(&row.columns.name.as_str())
+            && !self.locked.contains(&row.columns.id.row())
+    }
+
     fn take_over(
         &mut self,
         rows: &[i64],
@@ -93,10 +101,6 @@ impl Database {
         }
         claimed
     }
-}
-
-fn is_claimable(row: &Row, request: &ClaimRequest<'_>, now: SystemTime) -> bool {
-    row.is_free(now) && row.has_attempt_left() && request.names.contains(&row.columns.name.as_str())
 }
 
 fn first_claimed(row: &Row) -> impl Ord + use<> {

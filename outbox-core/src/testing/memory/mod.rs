@@ -241,6 +241,9 @@ impl Store for MemoryStore {
             if self.shared.faults.refuses(settlements) {
                 return Err(Operation::Settle.error(StoreErrorKind::Data));
             }
+            if database.is_locked(settlements.iter().map(|settlement| settlement.lease)) {
+                return Err(Operation::Settle.error(StoreErrorKind::Locked));
+            }
             Ok(database.settle(settlements, now))
         })
         .await
@@ -248,6 +251,9 @@ impl Store for MemoryStore {
 
     async fn release(&self, leases: &[HeldLease]) -> Result<Vec<Settled>, StoreError> {
         self.run(Operation::Release, |database, _| {
+            if database.is_locked(leases.iter().copied()) {
+                return Err(Operation::Release.error(StoreErrorKind::Locked));
+            }
             Ok(database.release(leases))
         })
         .await

@@ -42,6 +42,11 @@ impl Database {
         answers
     }
 
+    pub(super) fn is_locked(&self, leases: impl IntoIterator<Item = HeldLease>) -> bool {
+        let mut rows = leases.into_iter().map(|lease| lease.row);
+        rows.any(|row| self.locked.contains(&row))
+    }
+
     pub(super) fn settle(&mut self, settlements: &[Settlement], now: SystemTime) -> Vec<Settled> {
         settlements
             .iter()
