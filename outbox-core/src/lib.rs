@@ -22,7 +22,7 @@
 //! 5. [`Published`] says whether the event is new or a [`Duplicate`] of one with the same dedup
 //!    key. A duplicate has the earlier event's state and its handler's output.
 //! 6. A [`Relay`] takes what was not handled right after its commit. It claims events under a
-//!    [lease](lease), so that any number of processes can run one.
+//!    [lease], so that any number of processes can run one.
 //! 7. A failed event is due again after its [`Backoff`]. After its last attempt, or when its
 //!    handler gave up, it is a dead letter and keeps its [`DeadReason`].
 //!
