@@ -20,7 +20,7 @@
 //!
 //! # Renewal
 //!
-//! All leases a process holds are extended by one statement, three times per lease, from the
+//! A lease is extended when a third of it has passed, all that are due with one statement, from the
 //! runtime of the outbox and not of the handlers, so that a handler which blocks its thread does
 //! not cost others their leases. A row that is locked at that moment is skipped and its lease is
 //! *unknown*, not lost: whoever holds the lock may be settling it for us.

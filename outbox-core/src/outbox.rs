@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 use crate::backoff::Backoff;
 use crate::counters::{Counters, Snapshot};
 use crate::dispatch;
-use crate::engine::inline::Handover;
+use crate::engine::inline::{Asked, Handover};
 use crate::engine::{Engine, Parts, ShutdownError};
 use crate::event::{EventId, OutboxEvent};
 use crate::handler::{Delivery, Handler};
@@ -82,8 +82,9 @@ impl<S: Store> Outbox<S> {
 
     /// Publishes an event through the caller's transaction.
     ///
-    /// One statement, and a second one where a dedup key is taken. It begins, commits and rolls
-    /// back nothing: the event lives or dies with `tx`. A relay takes it once it is committed; to
+    /// One statement, and a second one where a dedup key is taken. (The first publish of a process
+    /// on PostgreSQL also reads the installation's UUID, through the same connection.) It begins,
+    /// commits and rolls back nothing: the event lives or dies with `tx`. A relay takes it once it is committed; to
     /// have it dispatched at once, hand the answer to [`dispatch`](Self::dispatch) after the
     /// commit, or publish through [`begin`](Self::begin).
     ///
@@ -161,7 +162,7 @@ impl<S: Store> Outbox<S> {
     /// For events published through the caller's own transaction, after its commit. Returns at
     /// once; [`Dispatching::settled`] waits. An event that is not due, is held by somebody, is
     /// settled, or has no handler here is left alone, and so is one whose transaction did not
-    /// commit.
+    /// commit. What finds the inline queue full is left to the relays.
     ///
     /// ```
     /// # use outbox_core::{Outbox, OutboxEvent, Store};
@@ -183,15 +184,17 @@ impl<S: Store> Outbox<S> {
         &self,
         events: impl IntoIterator<Item = EventId>,
     ) -> Result<Dispatching, StoreError> {
-        let rows: Vec<i64> = events.into_iter().map(EventId::row).collect();
         let (waiter, dispatching) = Dispatching::new();
-        if !rows.is_empty() {
-            let engine = self.engine()?;
+        let asked: Vec<Asked> = events
+            .into_iter()
+            .map_while(|event| {
+                let place = Arc::clone(&self.inner.places).try_acquire_owned().ok()?;
+                Some(Asked::new(event, place, waiter.clone()))
+            })
+            .collect();
+        if !asked.is_empty() {
             // Fails only once the outbox has closed; then its rows are the relay's.
-            let _ = engine.inline.send(Handover::Asked {
-                rows,
-                waiter: Some(waiter),
-            });
+            let _ = self.engine()?.inline.send(Handover::Asked(asked));
         }
         Ok(dispatching)
     }
@@ -608,6 +611,15 @@ impl<S: Store> OutboxBuilder<S> {
     /// Defaults to 15 seconds, or the lease if that is shorter. From 1 second to the lease.
     pub fn inline_lease(mut self, lease: Duration) -> Self {
         self.draft.inline.lease = Some(lease);
+        self
+    }
+
+    /// Neither wakes the relays of other processes nor lets them wake this one's. Everything still
+    /// arrives, by polling.
+    ///
+    /// Defaults to wake-ups, where the store has any.
+    pub fn without_notifications(mut self) -> Self {
+        self.draft.notifications = false;
         self
     }
 

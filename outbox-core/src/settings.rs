@@ -37,6 +37,8 @@ pub(crate) struct Draft {
     pub(crate) payload_max: usize,
     pub(crate) inline: InlineDraft,
     pub(crate) threads: Threads,
+    /// Whether other processes are woken, and wake this one.
+    pub(crate) notifications: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -74,6 +76,7 @@ impl Default for Draft {
                 lease: None,
             },
             threads: Threads::Own,
+            notifications: true,
         }
     }
 }
@@ -91,6 +94,8 @@ pub(crate) struct Settings {
     pub(crate) payload_max: usize,
     pub(crate) inline: InlineSettings,
     pub(crate) threads: Threads,
+    /// Whether other processes are woken, and wake this one.
+    pub(crate) notifications: bool,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -157,6 +162,7 @@ impl Draft {
             payload_max: self.payload_max,
             inline,
             threads: self.threads,
+            notifications: self.notifications,
         })
     }
 }

@@ -76,9 +76,9 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// (and a second one when a dedup key is taken). Answers in input order.
     ///
     /// Rows get ascending numbers in input order, and no number is given twice to rows that commit.
-    /// (SQLite gives a number again if the transaction that drew it rolled back.) Keys are taken in sorted order, so that two
-    /// batches with the same keys do not deadlock. Of two events of the batch with the same name
-    /// and key the first is inserted and the second is a duplicate of it
+    /// (SQLite gives a number again if the transaction that drew it rolled back.) Keys are taken in
+    /// sorted order, so that two batches with the same keys do not deadlock. Of two events of the
+    /// batch with the same name and key the first is inserted and the second is a duplicate of it
     /// ([`earlier_in_batch`]).
     fn insert(
         &self,

@@ -3,6 +3,7 @@
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
+use std::sync::atomic::Ordering;
 
 use tokio::sync::mpsc;
 
@@ -203,12 +204,12 @@ impl<S: Store> OutboxTx<S> {
         token: LeaseToken,
     ) -> Option<tokio::sync::OwnedSemaphorePermit> {
         let settings = self.outbox.settings();
-        let stopping = self
-            .outbox
-            .engine()
-            .is_ok_and(|engine| engine.shared.stopping.is_cancelled());
+        let accepting = self.outbox.engine().is_ok_and(|engine| {
+            !engine.shared.stopping.is_cancelled()
+                && !engine.shared.inline_refused.load(Ordering::Relaxed)
+        });
         let inline = settings.inline.on
-            && !stopping
+            && accepting
             && row.delay.is_zero()
             // Its only attempt, charged now, would be lost with this process.
             && row.max_attempts.get() > 1

@@ -7,12 +7,12 @@ use outbox_sqlx::PgStore;
 use sqlx::postgres::PgPoolOptions;
 use tokio::sync::mpsc;
 
-use crate::events::{Step, Ticked, publish_for_relays, scripted};
-use crate::support::{PgDb, within};
+use crate::events::{Step, Ticked, publish_for_relays, scripted, settled};
+use crate::support::{PgDb, eventually, within};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// P10, F15: while a handler runs, nothing of ours is in a transaction or holds a lock.
+/// P10: while a handler runs, nothing of ours is in a transaction or holds a lock.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn p10_no_connection_is_held_while_a_handler_runs() {
     let db = PgDb::new().await;
@@ -41,10 +41,10 @@ async fn p10_no_connection_is_held_while_a_handler_runs() {
         .unwrap();
 }
 
-/// F90: publishers and handlers that use up the application's pool neither wait for themselves nor
+/// Publishers and handlers that use up the application's pool neither wait for themselves nor
 /// stop the relay.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn p2_f90_forty_publishers_on_a_pool_of_four_do_not_wait_for_themselves() {
+async fn p2_forty_publishers_on_a_pool_of_four_do_not_wait_for_themselves() {
     let db = PgDb::new().await;
     let pool = PgPoolOptions::new()
         .max_connections(4)
@@ -104,4 +104,70 @@ async fn the_relay_has_connections_of_its_own() {
     let _relay = outbox.relay().start().await.unwrap();
     within(LIMIT, runs.recv()).await.unwrap();
     drop(all_of_them);
+}
+
+/// P18: an operator locks a row and leaves. Everybody else's outcomes are stored meanwhile.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn p18_an_operators_lock_on_one_row_stops_nobody_else() {
+    let db = PgDb::new().await;
+    let (handler, mut runs) = scripted(|_| Step::Take(Duration::from_millis(200)));
+    let (builder, mut outcomes) = settled(Outbox::builder(PgStore::new(db.pool())).on(handler));
+    let outbox = builder.build().unwrap();
+    let mut ids = Vec::new();
+    for n in 0..20 {
+        ids.push(publish_for_relays(&outbox, &Ticked { n }).await);
+    }
+    let _relay = outbox.relay().concurrency(20).start().await.unwrap();
+    for _ in 0..20 {
+        within(LIMIT, runs.recv()).await.unwrap();
+    }
+    let pool = db.pool();
+    let mut operator = pool.begin().await.unwrap();
+    sqlx::query("SELECT id FROM outbox.outbox_events WHERE id = $1 FOR UPDATE")
+        .bind(ids[7].row())
+        .fetch_one(&mut *operator)
+        .await
+        .unwrap();
+    for _ in 0..19 {
+        let outcome = within(LIMIT, outcomes.recv()).await.unwrap();
+        assert_ne!(outcome.event_id, ids[7]);
+    }
+    operator.rollback().await.unwrap();
+    let last = within(LIMIT, outcomes.recv()).await.unwrap();
+    assert_eq!((last.event_id, last.attempt), (ids[7], 1));
+}
+
+/// A commit wakes the relays of other processes, off the publisher's path.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_commit_wakes_the_relay_of_another_process() {
+    let db = PgDb::new().await;
+    let (handler, mut runs) = scripted(|_| Step::Return(Ok(())));
+    let relaying = Outbox::builder(PgStore::new(db.pool()))
+        .on(handler)
+        .build()
+        .unwrap();
+    let _relay = relaying
+        .relay()
+        .poll_interval(Duration::from_secs(3_600))
+        .start()
+        .await
+        .unwrap();
+    let pool = db.pool();
+    eventually(LIMIT, || async {
+        let listening = "SELECT EXISTS (SELECT FROM pg_stat_activity \
+             WHERE datname = current_database() AND query LIKE 'LISTEN %')";
+        sqlx::query_scalar(listening)
+            .fetch_one(&pool)
+            .await
+            .unwrap()
+    })
+    .await;
+
+    let publishing = Outbox::builder(PgStore::new(db.pool())).build().unwrap();
+    for n in 0..3 {
+        let mut tx = publishing.begin().await.unwrap();
+        tx.publish(&Ticked { n }).await.unwrap();
+        tx.commit().await.unwrap();
+        assert_eq!(within(LIMIT, runs.recv()).await.unwrap().n, n);
+    }
 }

@@ -116,9 +116,9 @@ async fn p1_killed_relays_and_publishers_deliver_exactly_the_committed_set() {
     }
 }
 
-/// F45: the publisher dies right after its COMMIT returned, with nobody else to dispatch.
+/// The publisher dies right after its COMMIT returned, with nobody else to dispatch.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn f45_an_event_whose_publisher_died_after_the_commit_is_taken_over() {
+async fn an_event_whose_publisher_died_after_the_commit_is_taken_over() {
     let db = database().await;
     let pool = db.pool();
     for round in 0..5_i64 {
@@ -134,9 +134,9 @@ async fn f45_an_event_whose_publisher_died_after_the_commit_is_taken_over() {
     assert!(relay.wait(LIMIT).await.success());
 }
 
-/// F03: a process that is frozen for longer than its lease wakes up and finds that it has lost it.
+/// A process that is frozen for longer than its lease wakes up and finds that it has lost it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn f03_a_frozen_relay_loses_its_leases_and_changes_nothing_when_it_wakes_up() {
+async fn a_frozen_relay_loses_its_leases_and_changes_nothing_when_it_wakes_up() {
     let db = database().await;
     let pool = db.pool();
     let mut frozen = node(&db, &["relay", "frozen"]);

@@ -12,6 +12,7 @@
 //! savepoints    parts of transactions that are undone
 //! connections   which connections are used, and for how long
 //! crash         processes that are killed and frozen
+//! invariants    what must not be there
 //! examples      the programs a newcomer runs first
 //! ```
 
@@ -43,6 +44,9 @@ mod connections;
 
 #[cfg(test)]
 mod crash;
+
+#[cfg(test)]
+mod invariants;
 
 #[cfg(test)]
 mod examples;

@@ -12,7 +12,7 @@ use crate::support::{PgDb, SqliteDb, within};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// F40: begin; publish 1; savepoint; publish 2; roll back to it; publish 3; commit.
+/// Begin; publish 1; savepoint; publish 2; roll back to it; publish 3; commit.
 macro_rules! a_rolled_back_savepoint_takes_its_events_with_it {
     ($outbox:expr) => {{
         let (handler, mut runs) = scripted(|_| Step::Return(Ok(())));
@@ -46,7 +46,7 @@ macro_rules! a_rolled_back_savepoint_takes_its_events_with_it {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn p1_f40_a_rolled_back_savepoint_takes_its_events_with_it_on_postgres() {
+async fn p1_a_rolled_back_savepoint_takes_its_events_with_it_on_postgres() {
     let db = PgDb::new().await;
     within(LIMIT, async {
         a_rolled_back_savepoint_takes_its_events_with_it!(Outbox::builder(PgStore::new(db.pool())));
@@ -55,7 +55,7 @@ async fn p1_f40_a_rolled_back_savepoint_takes_its_events_with_it_on_postgres() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn p1_f40_a_rolled_back_savepoint_takes_its_events_with_it_on_sqlite() {
+async fn p1_a_rolled_back_savepoint_takes_its_events_with_it_on_sqlite() {
     let db = SqliteDb::new().await;
     within(LIMIT, async {
         a_rolled_back_savepoint_takes_its_events_with_it!(Outbox::builder(SqliteStore::new(
@@ -65,10 +65,10 @@ async fn p1_f40_a_rolled_back_savepoint_takes_its_events_with_it_on_sqlite() {
     .await;
 }
 
-/// F41: what a released savepoint published goes when the outer transaction rolls back, and its
+/// What a released savepoint published goes when the outer transaction rolls back, and its
 /// dedup key with it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn p1_f41_a_released_savepoint_is_no_commit() {
+async fn p1_a_released_savepoint_is_no_commit() {
     let db = PgDb::new().await;
     let outbox = Outbox::builder(PgStore::new(db.pool())).build().unwrap();
     let keyed = outbox_core::PublishOptions::new().dedup_key("k");
@@ -94,9 +94,9 @@ async fn p1_f41_a_released_savepoint_is_no_commit() {
     assert_eq!(kept.state, EventState::Pending);
 }
 
-/// F39: a COMMIT of an aborted transaction answers without an error.
+/// A COMMIT of an aborted transaction answers without an error.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn p1_f39_the_commit_of_an_aborted_transaction_dispatches_nothing() {
+async fn p1_the_commit_of_an_aborted_transaction_dispatches_nothing() {
     let db = PgDb::new().await;
     let (handler, mut runs) = scripted(|_| Step::Return(Ok(())));
     let outbox = Outbox::builder(PgStore::new(db.pool()))

@@ -13,6 +13,7 @@
 use std::collections::VecDeque;
 use std::num::NonZeroU32;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
@@ -35,9 +36,30 @@ pub(crate) enum Handover {
     /// Nobody knows whether it has: the rows are given back, uncharged, if they exist.
     Unknown(Vec<BornLeased>),
     /// Rows that somebody wants dispatched now, although they were not born leased.
-    Asked { rows: Vec<i64>, waiter: Waiter },
+    Asked(Vec<Asked>),
     /// Answers when nothing handed over before it is queued any more. Sent once stopping.
     Flush(oneshot::Sender<()>),
+}
+
+/// A row to be claimed by its number.
+pub(crate) struct Asked {
+    row: i64,
+    waiter: Waiter,
+    _place: OwnedSemaphorePermit,
+}
+
+impl Asked {
+    pub(crate) fn new(
+        event: EventId,
+        place: OwnedSemaphorePermit,
+        waiter: mpsc::Sender<()>,
+    ) -> Self {
+        Self {
+            row: event.row(),
+            waiter: Some(waiter),
+            _place: place,
+        }
+    }
 }
 
 /// A row that this process has held since its INSERT.
@@ -84,6 +106,21 @@ impl BornLeased {
 struct Queued {
     born: BornLeased,
     since: Instant,
+}
+
+/// Asks the store whether this process may settle what it dispatches. A role that may only publish
+/// would run handlers and could never record that they ran.
+pub(crate) async fn check<S: Store>(shared: Arc<Shared<S>>) {
+    if let Err(error) = shared.store.check().await
+        && !error.is_transient()
+    {
+        shared.inline_refused.store(true, Ordering::Relaxed);
+        tracing::error!(
+            error = %ErrorText::from(&error),
+            "no inline dispatch in this process, since it could not settle: events are left to the \
+             relays"
+        );
+    }
 }
 
 /// Runs until the outbox closes.
@@ -146,7 +183,7 @@ struct Dispatcher<S: Store> {
     shared: Arc<Shared<S>>,
     permits: Arc<Semaphore>,
     queue: VecDeque<Queued>,
-    asked: VecDeque<(i64, Waiter)>,
+    asked: VecDeque<Asked>,
     /// How long a row may wait in the queue. Past it the row goes back, uncharged: its lease would
     /// end here, and the attempt it was born with be spent on nothing.
     stale_after: Duration,
@@ -198,10 +235,7 @@ impl<S: Store> Dispatcher<S> {
                     self.shared.release(born.lease(), born.waiter);
                 }
             }
-            Handover::Asked { rows, waiter } => {
-                self.asked
-                    .extend(rows.into_iter().map(|row| (row, waiter.clone())));
-            }
+            Handover::Asked(asked) => self.asked.extend(asked),
             Handover::Flush(emptied) => {
                 self.give_back_stale();
                 // Whoever asked may have given up waiting.
@@ -225,8 +259,8 @@ impl<S: Store> Dispatcher<S> {
         }
     }
 
-    /// Starts as many as there is capacity for. With an error, what was not started is still
-    /// queued.
+    /// Starts as many as there is capacity for. With an error, what was born leased and not started
+    /// is still queued, and what was asked for is left to the relays.
     async fn dispatch(&mut self, first: OwnedSemaphorePermit) -> Result<(), crate::StoreError> {
         if self.shared.stopping.is_cancelled() {
             return Ok(());
@@ -239,7 +273,7 @@ impl<S: Store> Dispatcher<S> {
         }
         let count = std::cmp::min(capacity.len(), self.asked.len());
         if count > 0 {
-            let asked: Vec<(i64, Waiter)> = self.asked.drain(..count).collect();
+            let asked: Vec<Asked> = self.asked.drain(..count).collect();
             self.claim_and_start(asked, capacity).await?;
         }
         Ok(())
@@ -359,11 +393,11 @@ impl<S: Store> Dispatcher<S> {
 
     async fn claim_and_start(
         &self,
-        asked: Vec<(i64, Waiter)>,
+        asked: Vec<Asked>,
         mut capacity: Vec<Capacity>,
     ) -> Result<(), crate::StoreError> {
         let settings = &self.shared.settings;
-        let mut rows: Vec<i64> = asked.iter().map(|(row, _)| *row).collect();
+        let mut rows: Vec<i64> = asked.iter().map(|asked| asked.row).collect();
         rows.sort_unstable();
         let request = ClaimRequest {
             limit: limit(capacity.len()),
@@ -382,8 +416,8 @@ impl<S: Store> Dispatcher<S> {
             let row = claimed.id.row();
             let waiter = asked
                 .iter()
-                .find(|(asked, _)| *asked == row)
-                .and_then(|(_, waiter)| waiter.clone());
+                .find(|asked| asked.row == row)
+                .and_then(|asked| asked.waiter.clone());
             match capacity.pop() {
                 Some((permit, slot)) => {
                     self.shared.start(Start {

@@ -18,12 +18,13 @@ pub(crate) mod wake;
 
 use std::collections::BTreeMap;
 use std::panic::AssertUnwindSafe;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use futures_util::FutureExt;
 use tokio::runtime::Handle;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -60,6 +61,8 @@ pub(crate) struct Shared<S> {
     pub(crate) wake: Wake,
     /// No new runs: a shutdown has begun.
     pub(crate) stopping: CancellationToken,
+    /// This role may not settle, so nothing is born leased.
+    pub(crate) inline_refused: AtomicBool,
     /// The loops end.
     pub(crate) closing: CancellationToken,
     /// Bounds what is held: a slot is taken at the claim and freed when the outcome is stored.
@@ -207,8 +210,8 @@ impl<S: Store> Shared<S> {
         });
     }
 
-    /// Sends something to be written. It is bounded by `slots` and by the inline queue, whose
-    /// permits are taken before and freed after.
+    /// Sends something to be written. What is under way is bounded by `slots`, by the places of the
+    /// inline queue and by the chunks of a sweep, which are taken before and freed after.
     pub(crate) fn end(&self, ending: Ending) {
         // The settler is gone only when the outbox has closed; then the lease expires.
         let _ = self.endings.send(ending);
@@ -216,6 +219,14 @@ impl<S: Store> Shared<S> {
 
     pub(crate) fn past_deadline(&self) -> bool {
         self.closing.is_cancelled() || self.deadline.get().is_some_and(|d| Instant::now() >= *d)
+    }
+
+    /// Waits until everything sent before is stored or given up.
+    pub(crate) async fn flush(&self) {
+        let (stored, is_stored) = oneshot::channel();
+        self.end(Ending::Flush(stored));
+        // An error means that the outbox has closed.
+        let _ = is_stored.await;
     }
 
     pub(crate) async fn sleep_unless_past_deadline(&self, delay: Duration) {
@@ -282,6 +293,7 @@ impl<S: Store> Engine<S> {
             held: Held::default(),
             wake: Wake::default(),
             stopping: CancellationToken::new(),
+            inline_refused: AtomicBool::new(false),
             closing: CancellationToken::new(),
             slots: Arc::new(Semaphore::new(SLOTS)),
             endings,
@@ -301,8 +313,13 @@ impl<S: Store> Engine<S> {
         };
         engine.spawn(settler::run(Arc::clone(&engine.shared), to_settle));
         engine.spawn(inline::run(Arc::clone(&engine.shared), handovers));
+        if parts.settings.inline.on && !parts.registry.names().is_empty() {
+            engine.spawn(inline::check(Arc::clone(&engine.shared)));
+        }
         engine.spawn_loop("keeper", keeper::run);
-        engine.spawn_loop("notifier", wake::run);
+        if engine.shared.settings.notifications {
+            engine.spawn_loop("notifier", wake::run);
+        }
         Ok(engine)
     }
 

@@ -9,7 +9,6 @@ use tokio::time::Instant;
 
 use crate::engine::Engine;
 use crate::engine::inline::Handover;
-use crate::engine::settler::Ending;
 use crate::store::Store;
 
 /// The part of the grace period that is kept for storing what the handlers came to: a fifth, at
@@ -52,9 +51,7 @@ impl<S: Store> Engine<S> {
                 }
             }
         }
-        let (stored, is_stored) = oneshot::channel();
-        shared.end(Ending::Flush(stored));
-        let _ = tokio::time::timeout_at(deadline, is_stored).await;
+        let _ = tokio::time::timeout_at(deadline, shared.flush()).await;
         let unsettled: Vec<i64> = shared
             .held
             .all()

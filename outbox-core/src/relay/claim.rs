@@ -10,8 +10,8 @@ use tokio::time::Instant;
 use crate::engine::{Start, wait};
 use crate::lease::LeaseToken;
 use crate::outcome::ErrorText;
+use crate::relay::RelayParts;
 use crate::relay::low_water::Marks;
-use crate::relay::{RelayParts, is_lasting};
 use crate::store::{ClaimRequest, Store, StoreError};
 
 /// The shortest pause of the poll, right after activity.
@@ -46,15 +46,6 @@ pub(crate) async fn run<S: Store>(parts: Arc<RelayParts<S>>) {
             }
             Err(error) => {
                 parts.shared.counters.store_errors.one();
-                if is_lasting(&error) {
-                    tracing::error!(
-                        error = %ErrorText::from(&error),
-                        "the relay stops: waiting does not mend this"
-                    );
-                    parts.failed.send_replace(Some(Arc::new(error)));
-                    parts.stop.cancel();
-                    return;
-                }
                 let delay = pause.next();
                 tracing::warn!(
                     error = %ErrorText::from(&error),

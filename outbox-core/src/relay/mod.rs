@@ -13,7 +13,6 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::engine::{Engine, Shared, ShutdownError};
@@ -21,7 +20,7 @@ use crate::outbox::Outbox;
 use crate::outcome::ErrorText;
 use crate::registry::BuildError;
 use crate::settings;
-use crate::store::{Store, StoreError, StoreErrorKind};
+use crate::store::{Store, StoreError};
 
 /// Configures a relay. See [`Outbox::relay`].
 #[must_use = "a relay does nothing until it is started"]
@@ -36,7 +35,6 @@ struct Draft {
     batch: u32,
     poll: Duration,
     sweep: Duration,
-    notifications: bool,
 }
 
 /// What the loops of a relay work with.
@@ -48,8 +46,6 @@ pub(crate) struct RelayParts<S> {
     pub(crate) sweep: Duration,
     /// No more claims.
     pub(crate) stop: CancellationToken,
-    /// Where a loop that cannot go on leaves its error.
-    pub(crate) failed: watch::Sender<Option<Arc<StoreError>>>,
 }
 
 impl<S: Store> RelayBuilder<S> {
@@ -59,7 +55,6 @@ impl<S: Store> RelayBuilder<S> {
             batch: 100,
             poll: Duration::from_secs(1),
             sweep: Duration::from_secs(5 * 60),
-            notifications: true,
         };
         Self { outbox, draft }
     }
@@ -104,17 +99,12 @@ impl<S: Store> RelayBuilder<S> {
         self
     }
 
-    /// Neither sends nor listens for wake-ups of other processes. Everything still arrives, by
-    /// polling.
-    pub fn without_notifications(mut self) -> Self {
-        self.draft.notifications = false;
-        self
-    }
-
     /// Starts the relay. Handlers run on the runtime this is called from.
     ///
     /// First the store is checked: its schema's version and this role's rights. A database that
-    /// cannot be reached does not stop a relay: it is logged, and tried again until it answers.
+    /// cannot be reached does not stop a relay, now or later: it is logged, and tried again, with
+    /// growing pauses of at most 5 seconds, until it answers. Nor does anything else: a right that
+    /// is taken away may be given back.
     ///
     /// # Errors
     ///
@@ -148,7 +138,6 @@ impl<S: Store> RelayBuilder<S> {
             return Err(RelayError::ShutDown);
         }
         check(engine).await?;
-        let (failed, failure) = watch::channel(None);
         let parts = Arc::new(RelayParts {
             shared: Arc::clone(&engine.shared),
             concurrency,
@@ -156,20 +145,15 @@ impl<S: Store> RelayBuilder<S> {
             poll,
             sweep,
             stop: place.disarm(),
-            failed,
         });
         let for_claims = Arc::clone(&parts);
         engine.spawn_loop("claim", move |_| claim::run(Arc::clone(&for_claims)));
         let for_sweeps = Arc::clone(&parts);
         engine.spawn_loop("sweep", move |_| sweep::run(Arc::clone(&for_sweeps)));
-        if draft.notifications {
+        if engine.shared.settings.notifications {
             engine.spawn_loop("listen", move |_| listen::run(Arc::clone(&parts)));
         }
-        Ok(Relay {
-            outbox,
-            stop,
-            failure,
-        })
+        Ok(Relay { outbox, stop })
     }
 }
 
@@ -221,7 +205,6 @@ impl<S: Store> fmt::Debug for RelayBuilder<S> {
 pub struct Relay<S: Store> {
     outbox: Outbox<S>,
     stop: CancellationToken,
-    failure: watch::Receiver<Option<Arc<StoreError>>>,
 }
 
 impl<S: Store> Relay<S> {
@@ -240,25 +223,6 @@ impl<S: Store> Relay<S> {
         self.stop.cancel();
         self.outbox.shutdown(grace).await
     }
-
-    /// Waits until the relay cannot go on: the schema was replaced by a newer one, or a right was
-    /// taken away. It goes on through outages by itself, so for most relays this never returns.
-    ///
-    /// # Cancel safety
-    ///
-    /// Dropping the future loses nothing.
-    pub async fn failed(&self) -> RelayError {
-        let mut failure = self.failure.clone();
-        let error = match failure.wait_for(Option::is_some).await {
-            Ok(error) => error.clone(),
-            // The loops have ended without an error: the outbox has closed.
-            Err(_) => None,
-        };
-        match error {
-            Some(error) => RelayError::Stopped(error),
-            None => std::future::pending().await,
-        }
-    }
 }
 
 impl<S: Store> Drop for Relay<S> {
@@ -275,19 +239,7 @@ impl<S: Store> fmt::Debug for Relay<S> {
     }
 }
 
-/// Whether waiting may mend it. A relay that lost a right or met another release's schema stops
-/// with the error, so that somebody looks.
-fn is_lasting(error: &StoreError) -> bool {
-    matches!(
-        error.kind(),
-        StoreErrorKind::SchemaMissing
-            | StoreErrorKind::SchemaOlder
-            | StoreErrorKind::SchemaNewer
-            | StoreErrorKind::Config
-    )
-}
-
-/// Why a relay did not start, or stopped.
+/// Why a relay did not start.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum RelayError {
@@ -301,8 +253,6 @@ pub enum RelayError {
     ShutDown,
     /// The check at the start failed.
     Store(StoreError),
-    /// The relay ran and cannot go on.
-    Stopped(Arc<StoreError>),
 }
 
 impl fmt::Display for RelayError {
@@ -313,7 +263,6 @@ impl fmt::Display for RelayError {
             Self::AlreadyRunning => f.write_str("this outbox has a relay already"),
             Self::ShutDown => f.write_str("this outbox was shut down"),
             Self::Store(error) => write!(f, "the relay cannot start: {error}"),
-            Self::Stopped(error) => write!(f, "the relay cannot go on: {error}"),
         }
     }
 }
@@ -323,7 +272,6 @@ impl std::error::Error for RelayError {
         match self {
             // Their texts are part of ours, so what is next is what they come from.
             Self::Store(error) => error.source(),
-            Self::Stopped(error) => error.source(),
             _ => None,
         }
     }

@@ -67,6 +67,7 @@ async fn sweep<S: Store>(parts: &RelayParts<S>) -> Result<(), StoreError> {
             names: shared.registry.names(),
         };
         let chunk = shared.store.sweep(&request).await?;
+        let any_exhausted = !chunk.exhausted.is_empty();
         for claimed in chunk.exhausted {
             // Nothing runs, so nothing is held: were this process to die here, the lease would
             // end and the next sweep find the row again.
@@ -80,6 +81,10 @@ async fn sweep<S: Store>(parts: &RelayParts<S>) -> Result<(), StoreError> {
                 at: Instant::now(),
                 waiter: None,
             });
+        }
+        if any_exhausted {
+            // One chunk is under way at a time, whatever there is to bury.
+            shared.flush().await;
         }
         for (name, count) in chunk.unhandled {
             *unhandled.entry(name).or_default() += count;

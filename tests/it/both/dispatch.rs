@@ -11,8 +11,8 @@ on_both_databases! {
     an_event_is_handled_right_after_its_commit_and_a_duplicate_gets_its_result
     the_handler_finds_the_business_change
     p1_a_transaction_that_rolls_back_dispatches_nothing
-    f32_a_panic_in_an_inline_handler_is_a_failed_attempt_and_the_publisher_is_not_hit
-    f07_handlers_that_block_their_threads_do_not_cost_others_their_leases
+    a_panic_in_an_inline_handler_is_a_failed_attempt_and_the_publisher_is_not_hit
+    handlers_that_block_their_threads_do_not_cost_others_their_leases
 }
 
 async fn an_event_is_handled_right_after_its_commit_and_a_duplicate_gets_its_result<D: Database>(
@@ -81,7 +81,7 @@ async fn p1_a_transaction_that_rolls_back_dispatches_nothing<D: Database>(db: &D
     assert!(runs.try_recv().is_err());
 }
 
-async fn f32_a_panic_in_an_inline_handler_is_a_failed_attempt_and_the_publisher_is_not_hit<
+async fn a_panic_in_an_inline_handler_is_a_failed_attempt_and_the_publisher_is_not_hit<
     D: Database,
 >(
     db: &D,
@@ -113,9 +113,7 @@ async fn f32_a_panic_in_an_inline_handler_is_a_failed_attempt_and_the_publisher_
 
 /// Two workers, both blocked by handlers for longer than the lease. A third event's lease is
 /// renewed all the while, because the background has a thread of its own.
-async fn f07_handlers_that_block_their_threads_do_not_cost_others_their_leases<D: Database>(
-    db: &D,
-) {
+async fn handlers_that_block_their_threads_do_not_cost_others_their_leases<D: Database>(db: &D) {
     let (handler, mut runs) = scripted(|run| {
         if run.n == 0 {
             return Step::Take(Duration::from_millis(900));

@@ -237,13 +237,13 @@ async fn p14_a_shutdown_stores_what_ended_and_gives_back_the_rest<D: Database>(d
 
 async fn p15_a_relay_finds_everything_by_polling_alone<D: Database>(db: &D) {
     let (handler, mut runs) = scripted(|_| Step::Return(Ok(())));
-    let outbox = db.outbox().on(handler).build().unwrap();
-    let _relay = outbox
-        .relay()
+    let outbox = db
+        .outbox()
+        .on(handler)
         .without_notifications()
-        .start()
-        .await
+        .build()
         .unwrap();
+    let _relay = outbox.relay().start().await.unwrap();
     let ids = publish_many(db, 3).await;
     for _ in ids {
         runs.recv().await.unwrap();

@@ -433,3 +433,42 @@ async fn an_inline_event_is_not_the_relays_meanwhile() {
     assert_eq!(runs.recv().await.unwrap().n, 2);
     assert_eq!(outbox.counters().lease_lost, 0);
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_process_that_may_not_settle_dispatches_nothing_inline() {
+    let store = MemoryStore::new();
+    let (handler, mut runs) = scripted(|_| Step::Return(Ok(())));
+    let outbox = builder(&store).on(handler).build().unwrap();
+    store.fail_next(Operation::Check, StoreErrorKind::Denied, 1);
+    outbox.begin().await.unwrap().rollback().await.unwrap();
+    store.wait_for_calls(Operation::Check, 1).await;
+
+    let mut tx = outbox.begin().await.unwrap();
+    let id = tx.publish(&Ticked { n: 1 }).await.unwrap().event_id();
+    tx.commit().await.unwrap().settled().await;
+    let record = outbox.find(id).await.unwrap().unwrap();
+    assert_eq!(
+        (record.state, record.lease_token),
+        (EventState::Pending, None)
+    );
+    assert!(runs.try_recv().is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn p16_what_is_asked_for_beyond_the_queue_is_left_to_the_relay() {
+    let store = MemoryStore::new();
+    let (handler, _runs) = scripted(|_| Step::Return(Ok(())));
+    let outbox = builder(&store).on(handler).inline_queue(3).build().unwrap();
+    let mut ids = Vec::new();
+    for n in 0..10 {
+        ids.push(publish_for_relays(&outbox, &Ticked { n }).await);
+    }
+    outbox.dispatch(ids.clone()).unwrap().settled().await;
+    assert_eq!(outbox.counters().processed, 3);
+    outbox.dispatch(ids).unwrap().settled().await;
+    assert_eq!(
+        outbox.counters().processed,
+        3,
+        "the first three are settled, and asked for again"
+    );
+}
