@@ -1208,7 +1208,7 @@ async fn the_relays_statements_do_not_need_the_applications_connections() {
 }
 
 #[tokio::test]
-async fn a_statement_that_waits_too_long_times_out_and_the_store_goes_on() {
+async fn a_lock_that_is_not_had_in_time_is_transient_and_the_store_goes_on() {
     let db = PgDb::empty().await;
     let store = PgStore::builder(db.pool())
         .statement_deadline(Duration::from_millis(200))
@@ -1223,7 +1223,8 @@ async fn a_statement_that_waits_too_long_times_out_and_the_store_goes_on() {
         .await
         .unwrap();
     let error = store.settle(&[processed(&claimed)]).await.unwrap_err();
-    assert_eq!(error.kind(), StoreErrorKind::TimedOut);
+    assert_eq!(error.kind(), StoreErrorKind::Locked);
+    assert!(error.is_transient());
     lock.rollback().await.unwrap();
     assert_eq!(
         store.settle(&[processed(&claimed)]).await.unwrap(),

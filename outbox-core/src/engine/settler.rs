@@ -90,7 +90,12 @@ pub(crate) async fn run<S: Store>(
             () = shared.closing.cancelled() => return,
             first = endings.recv() => first,
             pending = parked.next() => {
+                let waiting = parked.pending.len();
                 settle(&shared, vec![pending], &mut parked).await;
+                if parked.pending.len() == waiting {
+                    // It was no longer locked, so the others may not be either.
+                    parked.wake();
+                }
                 continue;
             }
         };
@@ -114,6 +119,10 @@ impl Parked {
     fn park(&mut self, pending: Pending) {
         self.pending.push_back(pending);
         self.next_at = Some(Instant::now() + PARKED_FOR);
+    }
+
+    fn wake(&mut self) {
+        self.next_at = (!self.pending.is_empty()).then(Instant::now);
     }
 
     /// Waits until the next one may be tried. For ever if there is none.

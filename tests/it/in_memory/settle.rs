@@ -167,3 +167,32 @@ async fn p18_an_outcome_the_database_never_takes_does_not_stop_the_others() {
     publish_for_relays(&outbox, &Ticked { n: 2 }).await;
     assert_eq!(outcomes.recv().await.unwrap().attempt, 1);
 }
+
+#[tokio::test(start_paused = true)]
+async fn what_was_locked_for_a_while_is_stored_soon_after() {
+    let store = MemoryStore::new();
+    let (handler, mut runs) = scripted(|_| Step::Take(Duration::from_secs(1)));
+    let (builder, mut outcomes) = settled(builder(&store).on(handler));
+    let outbox = builder.build().unwrap();
+    let mut ids = Vec::new();
+    for n in 0..100 {
+        ids.push(publish_for_relays(&outbox, &Ticked { n }).await);
+    }
+    let _relay = outbox.relay().concurrency(100).start().await.unwrap();
+    for _ in 0..100 {
+        runs.recv().await.unwrap();
+    }
+    // The whole table, for a change of its schema.
+    ids.iter().for_each(|id| store.lock_row(id.row()));
+    tokio::time::sleep(Duration::from_secs(30)).await;
+    ids.iter().for_each(|id| store.unlock_row(id.row()));
+    let unlocked = tokio::time::Instant::now();
+    for _ in 0..100 {
+        outcomes.recv().await.unwrap();
+    }
+    assert!(
+        unlocked.elapsed() <= Duration::from_secs(2),
+        "{:?}",
+        unlocked.elapsed()
+    );
+}
