@@ -16,30 +16,41 @@ use crate::store::{Renewal, Store};
 /// The longest pause between two looks at what is held.
 const TICK_MAX: Duration = Duration::from_millis(500);
 
-/// Runs until the outbox closes.
-pub(crate) async fn run<S: Store>(shared: Arc<Shared<S>>) {
+/// Extends leases, until the outbox closes.
+pub(crate) async fn renew_leases<S: Store>(shared: Arc<Shared<S>>) {
     let lease = shared.settings.lease;
-    let tick = std::cmp::min(shared.settings.inline.lease / 6, TICK_MAX);
     let mut next_renewal = Instant::now();
-    loop {
-        tokio::select! {
-            () = shared.closing.cancelled() => return,
-            () = shared.held.not_empty() => {}
+    while tick(&shared).await {
+        let leases = shared.held.to_renew();
+        if Instant::now() >= next_renewal && !leases.is_empty() {
+            renew(&shared, &leases).await;
+            // A failed renewal is repeated at this pace too, not at every tick.
+            next_renewal = Instant::now() + lease / 12;
         }
+    }
+}
+
+/// Stops runs that must not go on, until the outbox closes.
+///
+/// Apart from the renewal, which may be waiting for a database that does not answer: that is just
+/// when runs have to be stopped.
+pub(crate) async fn watch_runs<S: Store>(shared: Arc<Shared<S>>) {
+    while tick(&shared).await {
         stop_overdue(&shared);
         stop_distrusted(&shared);
-        if Instant::now() >= next_renewal {
-            let leases = shared.held.to_renew();
-            if !leases.is_empty() {
-                renew(&shared, &leases).await;
-                // A failed renewal is repeated at this pace too, not at every tick.
-                next_renewal = Instant::now() + lease / 12;
-            }
-        }
-        tokio::select! {
-            () = shared.closing.cancelled() => return,
-            () = tokio::time::sleep(tick) => {}
-        }
+    }
+}
+
+/// Waits until something is held and a little longer. `false` once the outbox closes.
+async fn tick<S: Store>(shared: &Shared<S>) -> bool {
+    let pause = std::cmp::min(shared.settings.inline.lease / 6, TICK_MAX);
+    tokio::select! {
+        () = shared.closing.cancelled() => return false,
+        () = shared.held.not_empty() => {}
+    }
+    tokio::select! {
+        () = shared.closing.cancelled() => false,
+        () = tokio::time::sleep(pause) => true,
     }
 }
 

@@ -316,7 +316,8 @@ impl<S: Store> Engine<S> {
         if parts.settings.inline.on && !parts.registry.names().is_empty() {
             engine.spawn(inline::check(Arc::clone(&engine.shared)));
         }
-        engine.spawn_loop("keeper", keeper::run);
+        engine.spawn_loop("renewal", keeper::renew_leases);
+        engine.spawn_loop("watch", keeper::watch_runs);
         if engine.shared.settings.notifications {
             engine.spawn_loop("notifier", wake::run);
         }

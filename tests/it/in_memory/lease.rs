@@ -110,3 +110,27 @@ async fn a_locked_row_is_not_a_lost_lease() {
     );
     assert_eq!(outbox.counters().lease_lost, 0);
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_renewal_that_is_never_answered_does_not_keep_a_run_from_being_cancelled() {
+    let store = MemoryStore::new();
+    let (handler, mut runs) = scripted(|_| Step::Hang);
+    let outbox = builder(&store)
+        .on(handler)
+        .lease(LEASE)
+        .handler_timeout(LEASE)
+        .build()
+        .unwrap();
+    publish_for_relays(&outbox, &Ticked { n: 1 }).await;
+    let _relay = outbox.relay().start().await.unwrap();
+    let run = runs.recv().await.unwrap();
+    let claimed = tokio::time::Instant::now();
+
+    let _silence = store.hold(Operation::Renew);
+    run.delivery.cancelled().cancelled().await;
+    assert!(
+        claimed.elapsed() <= LEASE + Duration::from_millis(500),
+        "{:?}",
+        claimed.elapsed()
+    );
+}
