@@ -65,7 +65,8 @@ impl Backoff {
         let factor = 2_u32.saturating_pow(attempt.get() - 1);
         let full = self.base.saturating_mul(factor);
         let full = if full > self.max { self.max } else { full };
-        full - full.mul_f64(self.jitter * sample.clamp(0.0, 1.0))
+        // Saturating, because the product is rounded and may exceed the whole by a nanosecond.
+        full.saturating_sub(full.mul_f64(self.jitter * sample.clamp(0.0, 1.0)))
     }
 }
 
@@ -161,6 +162,15 @@ mod tests {
         check(2, 0.5, 45 * SECOND);
         check(2, -3.0, 60 * SECOND);
         check(2, 9.0, 30 * SECOND);
+    }
+
+    #[test]
+    fn a_jitter_of_all_of_it_leaves_nothing_and_does_not_panic() {
+        for n in 0..5_000 {
+            let base = Duration::new(100_000_000 + u64::from(n), 123_456_789 + n);
+            let backoff = Backoff::new(base, base, 1.0).unwrap();
+            assert!(backoff.delay_after(NonZeroU32::MIN, 1.0) < SECOND);
+        }
     }
 
     #[test]

@@ -14,6 +14,7 @@ use tokio_util::sync::CancellationToken;
 use crate::backoff::Backoff;
 use crate::handler::{Delivery, HandlerError, Verdict};
 use crate::outcome::{DeadReason, ErrorText, OUTPUT_MAX, Outcome};
+use crate::publish::is_readable;
 use crate::registry::Entry;
 
 /// Why a run did not succeed.
@@ -49,7 +50,48 @@ impl Failure {
     }
 }
 
-/// Runs the handler once. Returns its output as JSON.
+/// What a run came to, as values: nothing of the handler's own is left in it that could still
+/// block or panic, in its `Display` or its `Drop`, when the outcome is on its way.
+pub(crate) enum Finding {
+    /// The handler succeeded, with this output as JSON.
+    Done(String),
+    /// It did not.
+    Failed {
+        /// What follows from it.
+        cause: Cause,
+        /// What is stored and logged.
+        error: ErrorText,
+    },
+}
+
+/// What follows from a failure.
+#[derive(Clone, Copy)]
+pub(crate) enum Cause {
+    /// No attempt can read the payload.
+    Undecodable,
+    /// The handler has said what it asks for.
+    Handler(Verdict),
+    /// Everything else: another attempt after the backoff.
+    Run,
+}
+
+impl From<Result<String, Failure>> for Finding {
+    fn from(result: Result<String, Failure>) -> Self {
+        match result {
+            Ok(output) => Self::Done(output),
+            Err(failure) => Self::Failed {
+                cause: match &failure {
+                    Failure::Undecodable(_) => Cause::Undecodable,
+                    Failure::Handler(error) => Cause::Handler(error.verdict()),
+                    Failure::Output(_) | Failure::Panicked(_) | Failure::TimedOut(_) => Cause::Run,
+                },
+                error: failure.text(),
+            },
+        }
+    }
+}
+
+/// Runs the handler once.
 ///
 /// Returns `None` when `interrupt` fired before there was a result; the future of the handler has
 /// been dropped then.
@@ -58,9 +100,9 @@ pub(crate) async fn run(
     payload: &str,
     delivery: &Delivery,
     interrupt: &CancellationToken,
-) -> Option<Result<String, Failure>> {
-    // The timeout is inside of what is caught, so that a panic in the `Drop` of a future that
-    // overran it is caught too.
+) -> Option<Finding> {
+    // The timeout is inside of what is caught, and so is the end of the handler's error, so that a
+    // panic in the `Drop` of either is caught too.
     let bounded = async {
         let result =
             tokio::time::timeout(entry.timeout, entry.handler.run(payload, delivery)).await;
@@ -70,7 +112,7 @@ pub(crate) async fn run(
         tokio::select! {
             // A result that is there counts, even if the interruption came in the same moment.
             biased;
-            result = bounded => Some(result),
+            result = bounded => Some(Finding::from(result)),
             () = interrupt.cancelled() => None,
         }
     })
@@ -79,8 +121,8 @@ pub(crate) async fn run(
     // Whatever the handler has spawned hears that the run is over.
     delivery.cancelled.cancel();
     match caught {
-        Ok(result) => result,
-        Err(panic) => Some(Err(Failure::Panicked(panic_text(panic.as_ref())))),
+        Ok(finding) => finding,
+        Err(panic) => Some(Finding::from(Err(Failure::Panicked(panic_text(panic))))),
     }
 }
 
@@ -88,59 +130,47 @@ pub(crate) async fn run(
 ///
 /// `sample` is a random number from `0.0..1.0` for the jitter.
 pub(crate) fn decide(
-    result: Result<String, Failure>,
+    finding: Finding,
     attempt: NonZeroU32,
     max_attempts: NonZeroU32,
     backoff: &Backoff,
     sample: f64,
 ) -> Outcome {
-    let failure = match result {
-        Ok(output) => {
+    let (cause, error) = match finding {
+        Finding::Done(output) => {
             return Outcome::Processed {
                 output: output_to_keep(output),
             };
         }
-        Err(failure) => failure,
+        Finding::Failed { cause, error } => (cause, error),
     };
-    let error = failure.text();
-    let after = match &failure {
-        Failure::Undecodable(_) => {
-            return Outcome::Dead {
-                reason: DeadReason::Undecodable,
-                error,
-            };
+    let after = match cause {
+        Cause::Undecodable => {
+            let reason = DeadReason::Undecodable;
+            return Outcome::Dead { reason, error };
         }
-        Failure::Handler(handler) => match handler.verdict() {
-            Verdict::Permanent => {
-                return Outcome::Dead {
-                    reason: DeadReason::Permanent,
-                    error,
-                };
-            }
-            Verdict::RetryAfter(delay) => delay,
-            Verdict::Retry => backoff.delay_after(attempt, sample),
-        },
-        Failure::Output(_) | Failure::Panicked(_) | Failure::TimedOut(_) => {
-            backoff.delay_after(attempt, sample)
+        Cause::Handler(Verdict::Permanent) => {
+            let reason = DeadReason::Permanent;
+            return Outcome::Dead { reason, error };
         }
+        Cause::Handler(Verdict::RetryAfter(delay)) => delay,
+        Cause::Handler(Verdict::Retry) | Cause::Run => backoff.delay_after(attempt, sample),
     };
     if attempt >= max_attempts {
-        return Outcome::Dead {
-            reason: DeadReason::AttemptsExhausted,
-            error,
-        };
+        let reason = DeadReason::AttemptsExhausted;
+        return Outcome::Dead { reason, error };
     }
     Outcome::Retry { after, error }
 }
 
-/// `null` says nothing, and an output over the limit is not kept: its handler has succeeded, and
-/// running it again would not make the output smaller.
+/// `null` says nothing, and an output over a limit is not kept: its handler has succeeded, and
+/// running it again would make the output neither smaller nor flatter.
 fn output_to_keep(output: String) -> Option<String> {
-    if output.len() > OUTPUT_MAX {
+    if output.len() > OUTPUT_MAX || !is_readable(&output) {
         tracing::error!(
             bytes = output.len(),
             max = OUTPUT_MAX,
-            "a handler's output is too large to keep; the event is processed without it"
+            "a handler's output is too large or too deep to keep; the event is processed without it"
         );
         return None;
     }
@@ -148,14 +178,19 @@ fn output_to_keep(output: String) -> Option<String> {
 }
 
 /// The text a panic was given.
-pub(crate) fn panic_text(panic: &(dyn Any + Send)) -> String {
-    if let Some(text) = panic.downcast_ref::<&'static str>() {
+///
+/// What it was given is forgotten instead of dropped: it is the handler's, and were its `Drop` to
+/// panic, that would be outside of everything that catches.
+pub(crate) fn panic_text(panic: Box<dyn Any + Send>) -> String {
+    let text = if let Some(text) = panic.downcast_ref::<&'static str>() {
         (*text).to_owned()
     } else if let Some(text) = panic.downcast_ref::<String>() {
         text.clone()
     } else {
         "no text".to_owned()
-    }
+    };
+    std::mem::forget(panic);
+    text
 }
 
 #[cfg(test)]
@@ -169,7 +204,10 @@ mod tests {
         let backoff = Backoff::new(30 * SECOND, 1_800 * SECOND, 0.0).unwrap();
         let attempt = NonZeroU32::new(attempt).unwrap();
         let max = NonZeroU32::new(3).unwrap();
-        assert_eq!(&decide(result, attempt, max, &backoff, 0.0), expected);
+        assert_eq!(
+            &decide(result.into(), attempt, max, &backoff, 0.0),
+            expected
+        );
     }
 
     fn retry(after: Duration, error: &str) -> Outcome {

@@ -9,7 +9,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::backoff::Backoff;
 use crate::counters::{Counters, Snapshot};
-use crate::dispatch;
+use crate::dispatch::{self, Finding};
 use crate::engine::inline::{Asked, Handover};
 use crate::engine::{Engine, Parts, ShutdownError};
 use crate::event::{EventId, OutboxEvent};
@@ -44,6 +44,8 @@ struct Inner<S: Store> {
     /// Held while the engine is started, so that it is started once.
     starting: Mutex<()>,
     relay: Mutex<Option<CancellationToken>>,
+    /// One [`Outbox::find`] at a time, so that they leave the store's connections to the renewal.
+    finding: tokio::sync::Mutex<()>,
 }
 
 impl<S: Store> Outbox<S> {
@@ -243,9 +245,9 @@ impl<S: Store> Outbox<S> {
             error,
         };
         match dispatch::run(entry, &payload, &delivery, &interrupt).await {
-            Some(Ok(output)) => serde_json::from_str(&output)
+            Some(Finding::Done(output)) => serde_json::from_str(&output)
                 .map_err(|error| failed(dispatch::Failure::Output(error).text())),
-            Some(Err(failure)) => Err(failed(failure.text())),
+            Some(Finding::Failed { error, .. }) => Err(failed(error)),
             None => Err(failed(ErrorText::new(&"interrupted"))),
         }
     }
@@ -275,6 +277,7 @@ impl<S: Store> Outbox<S> {
     /// Returns the store's error.
     pub async fn find(&self, id: EventId) -> Result<Option<EventRecord>, StoreError> {
         let engine = self.engine()?;
+        let _one_at_a_time = self.inner.finding.lock().await;
         let found = engine
             .ask(move |store| async move { store.find(id.row()).await })
             .await?;
@@ -667,6 +670,7 @@ impl<S: Store> OutboxBuilder<S> {
             engine: OnceLock::new(),
             starting: Mutex::new(()),
             relay: Mutex::new(None),
+            finding: tokio::sync::Mutex::default(),
         };
         Ok(Outbox {
             inner: Arc::new(inner),

@@ -118,7 +118,9 @@ impl ErrorText {
         // The error is the handler's; its `Display` may do anything, and recording the failure
         // must not depend on it.
         let shown = catch_unwind(AssertUnwindSafe(|| write!(text, "{error}")));
-        if shown.is_err() {
+        if let Err(panic) = shown {
+            // Its `Drop` may panic, too.
+            std::mem::forget(panic);
             text = Bounded::default();
             text.push("the error could not be shown: its Display panicked");
         }

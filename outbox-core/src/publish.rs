@@ -18,6 +18,9 @@ use crate::store::{EventState, Existing, Insertion, NewEvent, StoreError};
 /// The most bytes the headers of one event may take, as JSON: 16 KiB.
 pub const HEADERS_MAX: usize = 16 * 1024;
 
+/// The deepest nesting of a payload or an output: what serde_json reads back.
+pub const DEPTH_MAX: usize = 127;
+
 /// What one publish does differently from its event type.
 ///
 /// ```
@@ -262,6 +265,11 @@ pub enum PublishError {
         /// The event name.
         event: &'static str,
     },
+    /// The payload is nested deeper than [`DEPTH_MAX`]: no handler could read it back.
+    PayloadTooDeep {
+        /// The event name.
+        event: &'static str,
+    },
     /// A header's name is empty, a header contains U+0000, or all of them together are over
     /// [`HEADERS_MAX`].
     InvalidHeaders {
@@ -314,6 +322,10 @@ impl fmt::Display for PublishError {
             Self::NulInPayload { event } => {
                 write!(f, "the payload of event `{event}` contains U+0000")
             }
+            Self::PayloadTooDeep { event } => write!(
+                f,
+                "the payload of event `{event}` is nested deeper than {DEPTH_MAX} levels"
+            ),
             Self::InvalidHeaders { event } => write!(
                 f,
                 "the headers of event `{event}` have an empty name, contain U+0000, or are over {HEADERS_MAX} bytes"
@@ -404,10 +416,35 @@ pub(crate) fn payload<E: OutboxEvent>(event: &E, max: usize) -> Result<String, P
             max,
         });
     }
+    if !is_readable(&json) {
+        return Err(PublishError::PayloadTooDeep { event: E::NAME });
+    }
     if contains_nul(&json) {
         return Err(PublishError::NulInPayload { event: E::NAME });
     }
     Ok(json)
+}
+
+/// Whether serde_json reads it back, and the databases take it: its depth is within
+/// [`DEPTH_MAX`].
+pub(crate) fn is_readable(json: &str) -> bool {
+    let (mut depth, mut in_string, mut escaped) = (0_usize, false, false);
+    for byte in json.bytes() {
+        match byte {
+            _ if escaped => escaped = false,
+            b'\\' if in_string => escaped = true,
+            b'"' => in_string = !in_string,
+            b'[' | b'{' if !in_string => {
+                depth += 1;
+                if depth > DEPTH_MAX {
+                    return false;
+                }
+            }
+            b']' | b'}' if !in_string => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+    }
+    true
 }
 
 /// Whether JSON text says U+0000: the escape `\u0000`, its backslash itself not escaped.
@@ -454,6 +491,20 @@ mod tests {
     fn check_nul(value: &str, expected: bool) {
         let json = serde_json::to_string(value).unwrap();
         assert_eq!(contains_nul(&json), expected, "{json}");
+    }
+
+    #[test]
+    fn what_is_nested_too_deeply_to_be_read_back_is_found() {
+        let nested = |depth| format!("{}{}", "[".repeat(depth), "]".repeat(depth));
+        assert!(is_readable(&nested(DEPTH_MAX)));
+        assert!(serde_json::from_str::<serde_json::Value>(&nested(DEPTH_MAX)).is_ok());
+        assert!(!is_readable(&nested(DEPTH_MAX + 1)));
+        assert!(serde_json::from_str::<serde_json::Value>(&nested(DEPTH_MAX + 1)).is_err());
+        // Brackets in strings, and side by side, are not nested.
+        assert!(is_readable(
+            &serde_json::to_string(&"[\\\"".repeat(300)).unwrap()
+        ));
+        assert!(is_readable(&format!("[{}[]]", "[],".repeat(300))));
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
+use crate::dispatch::panic_text;
 use crate::engine::settler::About;
 use crate::event::EventId;
 use crate::outcome::{DeadReason, Outcome};
@@ -83,8 +84,9 @@ impl Hooks {
     /// Tells every hook. One that panics is logged and changes nothing.
     pub(crate) fn settled(&self, event: &SettledEvent) {
         for hook in &self.settled {
-            if catch_unwind(AssertUnwindSafe(|| hook(event))).is_err() {
-                tracing::error!(event_id = %event.event_id, "a settled hook panicked");
+            if let Err(panic) = catch_unwind(AssertUnwindSafe(|| hook(event))) {
+                let text = panic_text(panic);
+                tracing::error!(event_id = %event.event_id, panic = text, "a settled hook panicked");
             }
         }
     }

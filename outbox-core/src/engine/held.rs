@@ -22,7 +22,8 @@ pub(crate) struct Holding {
     pub(crate) trusted_until: Instant,
     /// When the lease should be extended.
     pub(crate) renew_at: Instant,
-    /// When a handler that is still running must be blocking its thread.
+    /// When a handler that is still running must be blocking its thread, and one that has not begun
+    /// to run has found no thread.
     pub(crate) overdue_at: Instant,
     /// Stops the run.
     pub(crate) interrupt: CancellationToken,
@@ -38,6 +39,9 @@ pub(crate) struct Run {
     pub(crate) about: About,
     pub(crate) entry: Arc<Entry>,
     pub(crate) waiter: Waiter,
+    /// Whether the handler has begun. Until then nothing has happened that an attempt could be
+    /// charged for.
+    pub(crate) started: bool,
 }
 
 enum State {
@@ -60,6 +64,18 @@ impl Held {
     pub(crate) fn begin(&self, lease: HeldLease, holding: Holding) {
         self.lock().insert(lease, State::Running(holding));
         self.changed.notify_waiters();
+    }
+
+    /// The handler begins now. `false` if the run was ended before: then it must not begin.
+    pub(crate) fn start(&self, lease: HeldLease, overdue_after: Duration) -> bool {
+        match self.lock().get_mut(&lease) {
+            Some(State::Running(running)) => {
+                running.overdue_at = Instant::now() + overdue_after;
+                running.run.started = true;
+                true
+            }
+            Some(State::Ending { .. }) | None => false,
+        }
     }
 
     /// Takes the right to end the run of `lease`. `None` if somebody else had it first.
@@ -237,6 +253,7 @@ mod tests {
             about,
             entry: Arc::clone(registry.get("ping").unwrap()),
             waiter: None,
+            started: true,
         }
     }
 

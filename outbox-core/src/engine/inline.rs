@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio::time::Instant;
 
 use crate::engine::settler::Waiter;
@@ -126,8 +126,10 @@ pub(crate) async fn check<S: Store>(shared: Arc<Shared<S>>) {
 /// Runs until the outbox closes.
 pub(crate) async fn run<S: Store>(
     shared: Arc<Shared<S>>,
-    mut handovers: mpsc::UnboundedReceiver<Handover>,
+    handovers: Arc<Mutex<mpsc::UnboundedReceiver<Handover>>>,
 ) {
+    // Uncontended: there is one dispatcher, and after a panic its successor.
+    let mut handovers = handovers.lock().await;
     let inline = shared.settings.inline;
     let mut dispatcher = Dispatcher {
         stale_after: inline.lease / 2,
@@ -146,12 +148,12 @@ pub(crate) async fn run<S: Store>(
             Next::Handover(None) => return,
             Next::Handover(Some(handover)) => dispatcher.take(handover),
             Next::Stale => {}
-            Next::Capacity(permit) => {
+            Next::Capacity(first) => {
                 // Whatever else was handed over meanwhile shares the statement.
                 while let Ok(handover) = handovers.try_recv() {
                     dispatcher.take(handover);
                 }
-                match dispatcher.dispatch(permit).await {
+                match dispatcher.dispatch(first).await {
                     Ok(()) => pause.reset(),
                     Err(error) => {
                         let shared = &dispatcher.shared;
@@ -174,7 +176,7 @@ pub(crate) async fn run<S: Store>(
 enum Next {
     Handover(Option<Handover>),
     /// A handler can start.
-    Capacity(OwnedSemaphorePermit),
+    Capacity(Capacity),
     /// The oldest of the queue has waited too long.
     Stale,
 }
@@ -211,12 +213,18 @@ impl<S: Store> Dispatcher<S> {
                 false => self.shared.stopping.cancelled().await,
             }
         };
+        let capacity = async {
+            // Neither semaphore is ever closed.
+            let permit = Arc::clone(&self.permits).acquire_owned().await.ok()?;
+            let slot = Arc::clone(&self.shared.slots).acquire_owned().await.ok()?;
+            Some((permit, slot))
+        };
         tokio::select! {
             biased;
             () = shutdown => Next::Stale,
-            permit = Arc::clone(&self.permits).acquire_owned() => match permit {
-                Ok(permit) => Next::Capacity(permit),
-                Err(_) => Next::Handover(None),
+            capacity = capacity => match capacity {
+                Some(capacity) => Next::Capacity(capacity),
+                None => Next::Handover(None),
             },
             () = stale => Next::Stale,
             handover = handovers.recv() => Next::Handover(handover),
@@ -259,12 +267,12 @@ impl<S: Store> Dispatcher<S> {
         }
     }
 
-    /// Starts as many as there is capacity for. With an error, what was born leased and not started
-    /// is still queued, and what was asked for is left to the relays.
-    async fn dispatch(&mut self, first: OwnedSemaphorePermit) -> Result<(), crate::StoreError> {
-        if self.shared.stopping.is_cancelled() {
+    /// Starts as many as there is capacity for. With an error, what was not started is still queued.
+    async fn dispatch(&mut self, first: Capacity) -> Result<(), crate::StoreError> {
+        let shared = Arc::clone(&self.shared);
+        let Some(_asking) = shared.may_ask() else {
             return Ok(());
-        }
+        };
         let mut capacity = self.capacity(first);
         let count = std::cmp::min(capacity.len(), self.queue.len());
         if count > 0 {
@@ -279,19 +287,15 @@ impl<S: Store> Dispatcher<S> {
         Ok(())
     }
 
-    /// Permits to run, each with a slot to hold what runs.
-    fn capacity(&self, first: OwnedSemaphorePermit) -> Vec<Capacity> {
+    /// `first` and as much as can be had without waiting.
+    fn capacity(&self, first: Capacity) -> Vec<Capacity> {
         let wanted = std::cmp::min(self.queue.len() + self.asked.len(), BATCH_MAX);
-        let mut capacity = Vec::new();
-        let mut permit = Some(first);
+        let mut capacity = vec![first];
         while capacity.len() < wanted {
-            let Some(run) = permit
-                .take()
-                .or_else(|| Arc::clone(&self.permits).try_acquire_owned().ok())
-            else {
-                break;
-            };
-            let Ok(slot) = Arc::clone(&self.shared.slots).try_acquire_owned() else {
+            let (Ok(run), Ok(slot)) = (
+                Arc::clone(&self.permits).try_acquire_owned(),
+                Arc::clone(&self.shared.slots).try_acquire_owned(),
+            ) else {
                 break;
             };
             capacity.push((run, slot));
@@ -392,7 +396,7 @@ impl<S: Store> Dispatcher<S> {
     }
 
     async fn claim_and_start(
-        &self,
+        &mut self,
         asked: Vec<Asked>,
         mut capacity: Vec<Capacity>,
     ) -> Result<(), crate::StoreError> {
@@ -410,7 +414,13 @@ impl<S: Store> Dispatcher<S> {
         };
         let trusted_until = Instant::now() + settings.lease;
         self.shared.counters.claims.one();
-        let claimed = self.shared.store.claim_rows(&rows, &request).await?;
+        let claimed = match self.shared.store.claim_rows(&rows, &request).await {
+            Ok(claimed) => claimed,
+            Err(error) => {
+                self.asked.extend(asked);
+                return Err(error);
+            }
+        };
         self.shared.counters.claimed.add(claimed.len());
         for claimed in claimed {
             let row = claimed.id.row();
@@ -435,6 +445,7 @@ impl<S: Store> Dispatcher<S> {
     }
 }
 
+/// A permit to run, and a slot to hold what runs.
 type Capacity = (OwnedSemaphorePermit, OwnedSemaphorePermit);
 
 fn limit(capacity: usize) -> NonZeroU32 {

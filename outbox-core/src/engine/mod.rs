@@ -19,7 +19,7 @@ pub(crate) mod wake;
 use std::collections::BTreeMap;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use futures_util::FutureExt;
@@ -28,9 +28,10 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
+use tokio_util::task::task_tracker::TaskTrackerToken;
 
 use crate::counters::Counters;
-use crate::dispatch::{self, Failure};
+use crate::dispatch::{self, Failure, Finding};
 use crate::engine::held::{Held, Holding, Run, renewal_after};
 use crate::engine::settler::{About, Ending, Waiter};
 use crate::engine::wake::Wake;
@@ -41,6 +42,7 @@ use crate::settings::{Settings, Threads};
 use crate::settled::Hooks;
 use crate::store::{Claimed, Store, StoreError, StoreErrorKind};
 
+use shutdown::Deadlines;
 pub use shutdown::ShutdownError;
 
 /// How long after its timeout a handler is taken to block its thread: until then the timeout
@@ -61,6 +63,10 @@ pub(crate) struct Shared<S> {
     pub(crate) wake: Wake,
     /// No new runs: a shutdown has begun.
     pub(crate) stopping: CancellationToken,
+    /// Calls whose answer may be rows that this process then holds.
+    asking: TaskTracker,
+    /// Rows of which a shutdown could not store what became of them.
+    pub(crate) unstored: Mutex<Vec<i64>>,
     /// This role may not settle, so nothing is born leased.
     pub(crate) inline_refused: AtomicBool,
     /// The loops end.
@@ -68,8 +74,8 @@ pub(crate) struct Shared<S> {
     /// Bounds what is held: a slot is taken at the claim and freed when the outcome is stored.
     pub(crate) slots: Arc<Semaphore>,
     endings: mpsc::UnboundedSender<Ending>,
-    /// When a shutdown stops waiting for the store.
-    deadline: OnceLock<Instant>,
+    /// When a shutdown stops waiting for handlers, and when for the store.
+    deadlines: OnceLock<Deadlines>,
     /// Where handlers run.
     handlers: Handle,
 }
@@ -103,6 +109,11 @@ impl<S: Store> Shared<S> {
             self.release(lease, waiter);
             return;
         };
+        if self.stopping.is_cancelled() {
+            // It was asked for before.
+            self.release(lease, waiter);
+            return;
+        }
         // From what is left of it, because a row is born with a shorter lease than a claim gives.
         let now = Instant::now();
         let renew_at = renewal_after(now, trusted_until.saturating_duration_since(now));
@@ -111,13 +122,15 @@ impl<S: Store> Shared<S> {
             about: About::claimed(&claimed),
             entry: Arc::clone(entry),
             waiter,
+            started: false,
         };
+        let overdue_after = entry.timeout + OVERDUE_AFTER;
         self.held.begin(
             lease,
             Holding {
                 trusted_until,
                 renew_at,
-                overdue_at: now + entry.timeout + OVERDUE_AFTER,
+                overdue_at: now + overdue_after,
                 interrupt: interrupt.clone(),
                 run,
                 slot,
@@ -125,7 +138,7 @@ impl<S: Store> Shared<S> {
         );
         let headers = match decode_headers(claimed.headers.as_deref()) {
             Ok(headers) => headers,
-            Err(error) => return self.finish(lease, Err(Failure::Undecodable(error))),
+            Err(error) => return self.finish(lease, Err(Failure::Undecodable(error)).into()),
         };
         let delivery = Delivery {
             event_id: claimed.id,
@@ -144,18 +157,21 @@ impl<S: Store> Shared<S> {
         };
         self.handlers.spawn(async move {
             let _permit = permit;
-            if let Some(result) =
+            if !unfinished.shared.held.start(lease, overdue_after) {
+                return;
+            }
+            if let Some(finding) =
                 dispatch::run(&entry, &claimed.payload, &delivery, &interrupt).await
             {
-                unfinished.shared.finish(lease, result);
+                unfinished.shared.finish(lease, finding);
             }
         });
     }
 
     /// Ends a run with its result, unless somebody else has ended it before.
-    fn finish(&self, lease: HeldLease, result: Result<String, Failure>) {
+    fn finish(&self, lease: HeldLease, finding: Finding) {
         match self.held.end_run(lease) {
-            Some(run) => self.settle(lease, run, result),
+            Some(run) => self.settle(lease, run, finding),
             None => {
                 self.counters.late_results.one();
                 tracing::warn!(
@@ -168,25 +184,37 @@ impl<S: Store> Shared<S> {
 
     /// Ends a run that its timeout could not drop.
     fn finish_overdue(&self, lease: HeldLease) {
-        if let Some(run) = self.held.end_run(lease) {
-            let limit = run.entry.timeout;
+        let Some(run) = self.held.end_run(lease) else {
+            return;
+        };
+        let limit = run.entry.timeout;
+        if run.started {
             tracing::error!(
                 event_name = run.entry.name,
                 timeout = ?limit,
                 "a handler blocks its thread beyond its timeout; it keeps its permit until it returns"
             );
-            self.settle(lease, run, Err(Failure::TimedOut(limit)));
+            self.settle(lease, run, Err(Failure::TimedOut(limit)).into());
+        } else {
+            // Nothing has happened that an attempt could be charged for.
+            tracing::error!(
+                event_name = run.entry.name,
+                waited = ?limit,
+                "no thread was free to run a handler: others block them all; its event goes back"
+            );
+            self.release(lease, run.waiter);
         }
     }
 
-    fn settle(&self, lease: HeldLease, run: Run, result: Result<String, Failure>) {
+    fn settle(&self, lease: HeldLease, run: Run, finding: Finding) {
         let Run {
             about,
             entry,
             waiter,
+            ..
         } = run;
         let outcome = dispatch::decide(
-            result,
+            finding,
             about.attempt,
             about.max_attempts,
             &entry.backoff,
@@ -199,6 +227,20 @@ impl<S: Store> Shared<S> {
             at: Instant::now(),
             waiter,
         });
+    }
+
+    /// In a shutdown: what became of these rows could not be stored, and the caller must be told.
+    pub(crate) fn not_stored(&self, rows: impl IntoIterator<Item = i64>) {
+        let mut unstored = self.unstored.lock().unwrap_or_else(PoisonError::into_inner);
+        unstored.extend(rows);
+    }
+
+    /// To be held from before the store is asked for rows until they are held, or given back: a
+    /// shutdown waits for it. `None` once one has begun.
+    pub(crate) fn may_ask(&self) -> Option<TaskTrackerToken> {
+        // In this order: either the shutdown sees the token, or we see the shutdown.
+        let asking = self.asking.token();
+        (!self.stopping.is_cancelled()).then_some(asking)
     }
 
     /// Gives a claim back, uncharged.
@@ -218,7 +260,11 @@ impl<S: Store> Shared<S> {
     }
 
     pub(crate) fn past_deadline(&self) -> bool {
-        self.closing.is_cancelled() || self.deadline.get().is_some_and(|d| Instant::now() >= *d)
+        self.closing.is_cancelled()
+            || self
+                .deadlines
+                .get()
+                .is_some_and(|at| Instant::now() >= at.stored)
     }
 
     /// Waits until everything sent before is stored or given up.
@@ -232,9 +278,9 @@ impl<S: Store> Shared<S> {
     pub(crate) async fn sleep_unless_past_deadline(&self, delay: Duration) {
         let until = Instant::now() + delay;
         let until = self
-            .deadline
+            .deadlines
             .get()
-            .map_or(until, |deadline| std::cmp::min(until, *deadline));
+            .map_or(until, |at| std::cmp::min(until, at.stored));
         tokio::select! {
             () = self.closing.cancelled() => {}
             () = tokio::time::sleep_until(until) => {}
@@ -251,9 +297,18 @@ struct Unfinished<S: Store> {
 
 impl<S: Store> Drop for Unfinished<S> {
     fn drop(&mut self) {
-        if let Some(Run { waiter, .. }) = self.shared.held.end_run(self.lease) {
-            self.shared.release(self.lease, waiter);
+        let Some(run) = self.shared.held.end_run(self.lease) else {
+            return;
+        };
+        if !run.started && !self.shared.stopping.is_cancelled() {
+            // Nobody has ended it and it never began: its runtime is gone. Were this process to go
+            // on, it would claim everything there is and give it back again, as fast as it can.
+            tracing::error!(
+                "the runtime that handlers run on has ended; this outbox claims nothing any more"
+            );
+            self.shared.stopping.cancel();
         }
+        self.shared.release(self.lease, run.waiter);
     }
 }
 
@@ -293,11 +348,13 @@ impl<S: Store> Engine<S> {
             held: Held::default(),
             wake: Wake::default(),
             stopping: CancellationToken::new(),
+            asking: TaskTracker::new(),
+            unstored: Mutex::default(),
             inline_refused: AtomicBool::new(false),
             closing: CancellationToken::new(),
             slots: Arc::new(Semaphore::new(SLOTS)),
             endings,
-            deadline: OnceLock::new(),
+            deadlines: OnceLock::new(),
             handlers: handlers.clone(),
         });
         let loops = TaskTracker::new();
@@ -311,8 +368,14 @@ impl<S: Store> Engine<S> {
             home,
             loops,
         };
-        engine.spawn(settler::run(Arc::clone(&engine.shared), to_settle));
-        engine.spawn(inline::run(Arc::clone(&engine.shared), handovers));
+        let to_settle = Arc::new(tokio::sync::Mutex::new(to_settle));
+        engine.spawn_loop("settlement", move |shared| {
+            settler::run(shared, Arc::clone(&to_settle))
+        });
+        let handovers = Arc::new(tokio::sync::Mutex::new(handovers));
+        engine.spawn_loop("inline", move |shared| {
+            inline::run(shared, Arc::clone(&handovers))
+        });
         if parts.settings.inline.on && !parts.registry.names().is_empty() {
             engine.spawn(inline::check(Arc::clone(&engine.shared)));
         }
@@ -340,7 +403,7 @@ impl<S: Store> Engine<S> {
                 .catch_unwind()
                 .await
             {
-                let text = dispatch::panic_text(panic.as_ref());
+                let text = dispatch::panic_text(panic);
                 tracing::error!(
                     r#loop = name,
                     panic = text,

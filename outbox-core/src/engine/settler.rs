@@ -9,7 +9,7 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Mutex, mpsc, oneshot};
 use tokio::time::Instant;
 
 use crate::engine::{Shared, wait};
@@ -82,8 +82,10 @@ type Pending = (Settlement, About, Waiter);
 /// Runs until the outbox closes.
 pub(crate) async fn run<S: Store>(
     shared: Arc<Shared<S>>,
-    mut endings: mpsc::UnboundedReceiver<Ending>,
+    endings: Arc<Mutex<mpsc::UnboundedReceiver<Ending>>>,
 ) {
+    // Uncontended: there is one settler, and after a panic its successor.
+    let mut endings = endings.lock().await;
     let mut parked = Parked::default();
     loop {
         let first = tokio::select! {
@@ -401,9 +403,9 @@ fn count_and_log<S: Store>(shared: &Shared<S>, about: &About, outcome: &Outcome)
 
 fn give_up<S: Store>(shared: &Shared<S>, batch: Vec<Pending>) {
     for (settlement, about, _waiter) in batch {
-        // In a shutdown the table keeps it, so that the error can name it.
-        if !shared.past_deadline() {
-            shared.held.forget(settlement.lease);
+        shared.held.forget(settlement.lease);
+        if shared.past_deadline() {
+            shared.not_stored([settlement.lease.row]);
         }
         shared.counters.unrecorded.one();
         tracing::error!(
@@ -445,9 +447,9 @@ async fn release<S: Store>(shared: &Shared<S>, mut releases: Vec<(HeldLease, Wai
                     "claims could not be given back; their leases expire"
                 );
                 shared.counters.unrecorded.add(leases.len());
-                // In a shutdown the table keeps them, so that the error can name them.
-                if !shared.past_deadline() {
-                    forget_all(shared, &leases);
+                forget_all(shared, &leases);
+                if shared.past_deadline() {
+                    shared.not_stored(leases.iter().map(|lease| lease.row));
                 }
             }
         }

@@ -2,11 +2,13 @@
 //! back, and return when that is stored.
 
 use std::fmt;
+use std::sync::PoisonError;
 use std::time::Duration;
 
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
+use crate::DURATION_MAX;
 use crate::engine::Engine;
 use crate::engine::inline::Handover;
 use crate::store::Store;
@@ -15,50 +17,80 @@ use crate::store::Store;
 /// most this.
 const STORING_MAX: Duration = Duration::from_secs(2);
 
+/// When a shutdown stops waiting for what. Set by the first one; a second one keeps them.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Deadlines {
+    /// Handlers that still run are told to stop.
+    pub(crate) finished: Instant,
+    /// Those that did not stop are given back all the same.
+    pub(crate) dropped: Instant,
+    /// The store is no longer waited for.
+    pub(crate) stored: Instant,
+}
+
+impl Deadlines {
+    fn within(grace: Duration) -> Self {
+        let grace = std::cmp::min(grace, DURATION_MAX);
+        let storing = std::cmp::min(grace / 5, STORING_MAX);
+        let stored = Instant::now() + grace;
+        let finished = stored - storing;
+        Self {
+            finished,
+            dropped: finished + storing / 2,
+            stored,
+        }
+    }
+}
+
 impl<S: Store> Engine<S> {
     /// Drains what this process holds, within `grace`.
     ///
-    /// Leases are renewed until the very end: the keeper stops only when the outbox closes.
+    /// Leases are renewed until the very end, and no longer: what is not stored by then is let go.
     pub(crate) async fn drain(&self, grace: Duration) -> Result<(), ShutdownError> {
         let shared = &self.shared;
-        let deadline = Instant::now() + grace;
-        let storing = std::cmp::min(grace / 5, STORING_MAX);
+        let at = *shared.deadlines.get_or_init(|| Deadlines::within(grace));
         shared.stopping.cancel();
-        // A second shutdown keeps the deadline of the first.
-        let _ = shared.deadline.set(deadline);
-        let handlers_until = deadline - storing;
-        // First, so that whatever the dispatcher has begun to start is running by now.
+        // First what is on its way to being held, so that it is held, or given back, by now.
         let (emptied, is_empty) = oneshot::channel();
         let _ = self.inline.send(Handover::Flush(emptied));
-        let _ = tokio::time::timeout_at(handlers_until, is_empty).await;
-        let finished = tokio::time::timeout_at(handlers_until, shared.held.none_running())
+        shared.asking.close();
+        let arrived = async { (is_empty.await, shared.asking.wait().await) };
+        let answered = tokio::time::timeout_at(at.finished, arrived).await.is_ok();
+        let none_running = shared.held.none_running();
+        if tokio::time::timeout_at(at.finished, none_running)
             .await
-            .is_ok();
-        if !finished {
+            .is_err()
+        {
             shared.held.interrupt_all();
             // Dropped at their next await, which for most is now. Those that block their thread
             // are given back although they still run: they were told to stop, and their result
             // will be refused.
-            let dropped = handlers_until + storing / 2;
-            if tokio::time::timeout_at(dropped, shared.held.none_running())
-                .await
-                .is_err()
-            {
-                for lease in shared.held.running() {
-                    if let Some(run) = shared.held.end_run(lease) {
-                        shared.release(lease, run.waiter);
-                    }
+            let none_running = shared.held.none_running();
+            let _ = tokio::time::timeout_at(at.dropped, none_running).await;
+            for lease in shared.held.running() {
+                if let Some(run) = shared.held.end_run(lease) {
+                    shared.release(lease, run.waiter);
                 }
             }
         }
-        let _ = tokio::time::timeout_at(deadline, shared.flush()).await;
-        let unsettled: Vec<i64> = shared
-            .held
-            .all()
-            .into_iter()
-            .map(|lease| lease.row)
-            .collect();
-        if unsettled.is_empty() {
+        let flushed = tokio::time::timeout_at(at.stored, shared.flush())
+            .await
+            .is_ok();
+
+        let held = shared.held.all();
+        // Nobody renews them from here on: their leases end.
+        for lease in &held {
+            shared.held.forget(*lease);
+        }
+        shared.not_stored(held.into_iter().map(|lease| lease.row));
+        let unstored = &mut *shared
+            .unstored
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let mut unsettled = std::mem::take(unstored);
+        unsettled.sort_unstable();
+        unsettled.dedup();
+        if answered && flushed && unsettled.is_empty() {
             Ok(())
         } else {
             Err(ShutdownError { unsettled })
@@ -68,7 +100,7 @@ impl<S: Store> Engine<S> {
 
 /// A shutdown reached its deadline before everything was stored.
 ///
-/// Nothing is lost: the leases of these events expire, and they are due again for any instance. A
+/// Nothing is lost: the leases of these events end, and they are due again for any instance. A
 /// handler that had succeeded runs again.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ShutdownError {
@@ -76,7 +108,10 @@ pub struct ShutdownError {
 }
 
 impl ShutdownError {
-    /// The row numbers of the events whose outcome is not stored.
+    /// The row numbers of the events whose outcome, or whose return, is known not to be stored.
+    ///
+    /// There may be more: of a claim that the database had not answered by then, nobody here knows
+    /// what it took. The list is empty when that is all.
     #[must_use]
     pub fn unsettled(&self) -> &[i64] {
         &self.unsettled
@@ -85,9 +120,14 @@ impl ShutdownError {
 
 impl fmt::Display for ShutdownError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.unsettled.is_empty() {
+            return f
+                .write_str("the shutdown's grace period ended before the database had answered");
+        }
         write!(
             f,
-            "the shutdown's grace period ended before {} outcomes were stored; their leases expire",
+            "the shutdown's grace period ended before what became of {} events was stored; their \
+             leases end",
             self.unsettled.len()
         )
     }

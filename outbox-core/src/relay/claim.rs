@@ -4,7 +4,7 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
 use crate::engine::{Start, wait};
@@ -23,16 +23,20 @@ const GATHER: Duration = Duration::from_millis(2);
 
 /// Runs until the relay stops.
 pub(crate) async fn run<S: Store>(parts: Arc<RelayParts<S>>) {
-    let permits = Arc::new(Semaphore::new(parts.concurrency.get() as usize));
     let mut marks = Marks::new();
     let mut reserve = Reserve::default();
     let mut poll = Poll::new(parts.poll);
     let mut pause = wait::Backoff::new(Duration::from_millis(50), Duration::from_secs(5));
     loop {
-        let Some(capacity) = gather(&parts, &permits).await else {
+        let Some(capacity) = gather(&parts).await else {
             return;
         };
-        match claim(&parts, capacity, &mut marks, &mut reserve).await {
+        let Some(asking) = parts.shared.may_ask() else {
+            return;
+        };
+        let found = claim(&parts, capacity, &mut marks, &mut reserve).await;
+        drop(asking);
+        match found {
             Ok(found) => {
                 pause.reset();
                 if found.rows > 0 {
@@ -62,8 +66,8 @@ pub(crate) async fn run<S: Store>(parts: Arc<RelayParts<S>>) {
 type Capacity = Vec<(OwnedSemaphorePermit, OwnedSemaphorePermit)>;
 
 /// Waits until something can start. `None` once the relay stops.
-async fn gather<S: Store>(parts: &RelayParts<S>, permits: &Arc<Semaphore>) -> Option<Capacity> {
-    let slots = &parts.shared.slots;
+async fn gather<S: Store>(parts: &RelayParts<S>) -> Option<Capacity> {
+    let (permits, slots) = (&parts.permits, &parts.shared.slots);
     let first = async {
         // Neither semaphore is ever closed.
         let permit = Arc::clone(permits).acquire_owned().await.ok()?;

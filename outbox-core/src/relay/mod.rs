@@ -13,6 +13,7 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::sync::Semaphore;
 use tokio_util::sync::CancellationToken;
 
 use crate::engine::{Engine, Shared, ShutdownError};
@@ -41,6 +42,9 @@ struct Draft {
 pub(crate) struct RelayParts<S> {
     pub(crate) shared: Arc<Shared<S>>,
     pub(crate) concurrency: NonZeroU32,
+    /// One for each handler that may run. Here, so that a claim loop which is started again after a
+    /// panic does not have them twice.
+    pub(crate) permits: Arc<Semaphore>,
     pub(crate) batch: NonZeroU32,
     pub(crate) poll: Duration,
     pub(crate) sweep: Duration,
@@ -141,6 +145,7 @@ impl<S: Store> RelayBuilder<S> {
         let parts = Arc::new(RelayParts {
             shared: Arc::clone(&engine.shared),
             concurrency,
+            permits: Arc::new(Semaphore::new(concurrency.get() as usize)),
             batch,
             poll,
             sweep,

@@ -58,6 +58,9 @@ async fn sweep<S: Store>(parts: &RelayParts<S>) -> Result<(), StoreError> {
         if stoppable(parts, async {}).await.is_none() {
             return Ok(());
         }
+        let Some(_asking) = shared.may_ask() else {
+            return Ok(());
+        };
         let request = SweepRequest {
             after,
             scan: SCAN,

@@ -1,7 +1,7 @@
 //! The settings of a store, and their bounds.
 
 use std::num::NonZeroU32;
-use std::sync::{Arc, OnceLock, RwLock};
+use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
 use outbox_core::store::{StoreError, StoreErrorKind};
@@ -96,7 +96,7 @@ impl PgStoreBuilder {
         Ok(PgStore {
             inner: Arc::new(Inner {
                 pool: self.pool,
-                own: OnceLock::new(),
+                own: Mutex::default(),
                 connections: self.connections,
                 deadline,
                 pooler: self.pooler,

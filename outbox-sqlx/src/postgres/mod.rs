@@ -20,7 +20,7 @@
 use std::fmt;
 use std::future::Future;
 use std::num::NonZeroU32;
-use std::sync::{Arc, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
 use outbox_core::lease::HeldLease;
@@ -67,8 +67,8 @@ mod sqlstate;
 /// Keeps the rows of an outbox in PostgreSQL.
 ///
 /// Cheap to clone; clones share their connections. It can be made outside of a runtime and
-/// connects when it is first used. Its own connections then belong to the runtime of that first
-/// use, and are gone when that runtime is.
+/// connects when it is first used. Its own connections belong to the runtime they were opened on;
+/// used on another one, it opens others and lets the first go.
 ///
 /// ```no_run
 /// use outbox_sqlx::PgStore;
@@ -88,7 +88,7 @@ pub struct PgStore {
 
 struct Inner {
     pool: PgPool,
-    own: OnceLock<PgPool>,
+    own: Mutex<Option<(tokio::runtime::Id, PgPool)>>,
     connections: NonZeroU32,
     deadline: Duration,
     pooler: bool,
@@ -319,7 +319,7 @@ impl PgStore {
         if self.inner.pooler {
             // One message, so that the settings cost no round trip of their own.
             let settings = settings(self.inner.deadline, "SET LOCAL");
-            let begin = format!("BEGIN ISOLATION LEVEL READ COMMITTED; {settings}");
+            let begin = format!("{BEGIN}; {settings}");
             connection.begin_with(AssertSqlSafe(begin)).await
         } else {
             connection.begin_with(BEGIN).await
@@ -336,37 +336,51 @@ impl PgStore {
 
     /// The store's own connections.
     ///
-    /// Made at the first use: a pool starts a task, which needs a runtime.
-    fn own(&self) -> &PgPool {
-        self.inner.own.get_or_init(|| {
-            let options = PgPoolOptions::new()
-                .max_connections(self.inner.connections.get())
-                .acquire_timeout(self.inner.deadline)
-                // A ping before each statement would double its round trips. A connection that
-                // died while idle fails the statement instead, which the framework repeats.
-                .test_before_acquire(false);
-            let options = if self.inner.pooler {
-                options
-            } else {
-                let settings: Arc<str> = session(self.inner.deadline).into();
-                options.after_connect(move |connection, _| {
-                    let settings = Arc::clone(&settings);
-                    Box::pin(async move {
-                        connection
-                            .execute(sqlx::raw_sql(AssertSqlSafe(settings)))
-                            .await?;
-                        Ok(())
-                    })
+    /// Made at the first use, and anew on another runtime: a connection belongs to the runtime that
+    /// opened it, and where that has ended nobody hears the answer to a statement.
+    fn own(&self) -> PgPool {
+        let here = tokio::runtime::Handle::current().id();
+        let mut own = self
+            .inner
+            .own
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        match &*own {
+            Some((runtime, pool)) if *runtime == here => pool.clone(),
+            _ => own.insert((here, self.new_own())).1.clone(),
+        }
+    }
+
+    fn new_own(&self) -> PgPool {
+        let options = PgPoolOptions::new()
+            .max_connections(self.inner.connections.get())
+            .acquire_timeout(self.inner.deadline)
+            // A ping before each statement would double its round trips. A connection that
+            // died while idle fails the statement instead, which the framework repeats.
+            .test_before_acquire(false);
+        let options = if self.inner.pooler {
+            options
+        } else {
+            let settings: Arc<str> = session(self.inner.deadline).into();
+            options.after_connect(move |connection, _| {
+                let settings = Arc::clone(&settings);
+                Box::pin(async move {
+                    connection
+                        .execute(sqlx::raw_sql(AssertSqlSafe(settings)))
+                        .await?;
+                    Ok(())
                 })
-            };
-            options.connect_lazy_with((*self.inner.pool.connect_options()).clone())
-        })
+            })
+        };
+        options.connect_lazy_with((*self.inner.pool.connect_options()).clone())
     }
 }
 
-/// READ COMMITTED is stated, because the database's default may be stricter, and SKIP LOCKED does
-/// not help against conflicts of a snapshot.
-const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED";
+/// - READ COMMITTED is stated, because the database's default may be stricter, and SKIP LOCKED does
+///   not help against conflicts of a snapshot.
+/// - READ WRITE, because a pooled session keeps the default it began with: after a time in which
+///   the database was set to read-only, it would refuse for as long as it lives.
+const BEGIN: &str = "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE";
 
 const READ_INSTALLATION: &str = "read the installation's UUID";
 

@@ -62,7 +62,8 @@ fn kind_of(code: &str) -> StoreErrorKind {
             Some("40") => StoreErrorKind::Conflict,
             // Connection exceptions; out of connections, memory or disk.
             Some("08" | "53") => StoreErrorKind::Unreachable,
-            Some("22" | "23") => StoreErrorKind::Data,
+            // 54: too complex, as JSON that is nested too deeply.
+            Some("22" | "23" | "54") => StoreErrorKind::Data,
             Some("28") => StoreErrorKind::Denied,
             _ => StoreErrorKind::Other,
         },
