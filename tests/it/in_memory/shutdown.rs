@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use outbox_core::EventState;
 use outbox_core::testing::{MemoryStore, Operation};
+use outbox_core::{EventState, HandlerError};
 use tokio::time::Instant;
 
 use super::builder;
@@ -145,4 +145,39 @@ async fn after_a_shutdown_events_are_published_for_others_and_a_second_one_is_ha
         (EventState::Pending, None)
     );
     assert!(runs.try_recv().is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn p14_a_transaction_that_commits_after_the_shutdown_gives_its_events_back_uncharged() {
+    let store = MemoryStore::new();
+    let (handler, mut runs) = scripted(|_| Step::Return(Ok(())));
+    let outbox = builder(&store).on(handler).build().unwrap();
+    let mut tx = outbox.begin().await.unwrap();
+    let id = tx.publish(&Ticked { n: 1 }).await.unwrap().event_id();
+    outbox.shutdown(GRACE).await.unwrap();
+
+    tx.commit().await.unwrap().settled().await;
+    let record = outbox.find(id).await.unwrap().unwrap();
+    assert_eq!((record.state, record.attempts), (EventState::Pending, 0));
+    assert!(runs.try_recv().is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn p6_a_release_whose_answer_was_lost_takes_back_one_attempt_and_not_two() {
+    let store = MemoryStore::new();
+    let (handler, mut runs) = scripted(|run| match run.delivery.attempt().get() {
+        1 => Step::Return(Err(HandlerError::retry_after(Duration::ZERO, "first"))),
+        _ => Step::Hang,
+    });
+    let outbox = builder(&store).on(handler).build().unwrap();
+    let id = publish_for_relays(&outbox, &Ticked { n: 1 }).await;
+    let relay = outbox.relay().start().await.unwrap();
+    runs.recv().await.unwrap();
+    runs.recv().await.unwrap();
+    store.lose_answers(Operation::Release, 1);
+
+    relay.shutdown(GRACE).await.unwrap();
+    assert_eq!(store.calls(Operation::Release), 2);
+    let record = outbox.find(id).await.unwrap().unwrap();
+    assert_eq!((record.attempts, record.lease_token), (1, None));
 }
