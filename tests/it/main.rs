@@ -11,6 +11,7 @@
 //! both          the promises as an application sees them, on both databases
 //! savepoints    parts of transactions that are undone
 //! connections   which connections are used, and for how long
+//! faults        networks, servers and pools that fail
 //! crash         processes that are killed and frozen
 //! invariants    what must not be there
 //! examples      the programs a newcomer runs first
@@ -41,6 +42,9 @@ mod savepoints;
 
 #[cfg(test)]
 mod connections;
+
+#[cfg(test)]
+mod faults;
 
 #[cfg(test)]
 mod crash;
