@@ -264,7 +264,7 @@ impl<S: Store> Shared<S> {
             || self
                 .deadlines
                 .get()
-                .is_some_and(|at| Instant::now() >= at.stored)
+                .is_some_and(|at| Instant::now() >= at.given_up)
     }
 
     /// Waits until everything sent before is stored or given up.
@@ -280,7 +280,7 @@ impl<S: Store> Shared<S> {
         let until = self
             .deadlines
             .get()
-            .map_or(until, |at| std::cmp::min(until, at.stored));
+            .map_or(until, |at| std::cmp::min(until, at.given_up));
         tokio::select! {
             () = self.closing.cancelled() => {}
             () = tokio::time::sleep_until(until) => {}

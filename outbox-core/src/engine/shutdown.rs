@@ -24,20 +24,24 @@ pub(crate) struct Deadlines {
     pub(crate) finished: Instant,
     /// Those that did not stop are given back all the same.
     pub(crate) dropped: Instant,
-    /// The store is no longer waited for.
-    pub(crate) stored: Instant,
+    /// The settler gives up what it could not store, a little before the end so that it can still
+    /// say what that was.
+    pub(crate) given_up: Instant,
+    /// The shutdown returns.
+    pub(crate) ended: Instant,
 }
 
 impl Deadlines {
     fn within(grace: Duration) -> Self {
         let grace = std::cmp::min(grace, DURATION_MAX);
         let storing = std::cmp::min(grace / 5, STORING_MAX);
-        let stored = Instant::now() + grace;
-        let finished = stored - storing;
+        let ended = Instant::now() + grace;
+        let finished = ended - storing;
         Self {
             finished,
             dropped: finished + storing / 2,
-            stored,
+            given_up: ended - storing / 10,
+            ended,
         }
     }
 }
@@ -73,7 +77,7 @@ impl<S: Store> Engine<S> {
                 }
             }
         }
-        let flushed = tokio::time::timeout_at(at.stored, shared.flush())
+        let flushed = tokio::time::timeout_at(at.ended, shared.flush())
             .await
             .is_ok();
 

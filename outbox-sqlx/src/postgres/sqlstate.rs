@@ -84,7 +84,8 @@ mod tests {
         check("40001", StoreErrorKind::Conflict);
         check("40P01", StoreErrorKind::Conflict);
         check("57014", StoreErrorKind::TimedOut);
-        check("55P03", StoreErrorKind::TimedOut);
+        check("55P03", StoreErrorKind::Locked);
+        check("54001", StoreErrorKind::Data);
         check("08006", StoreErrorKind::Unreachable);
         check("57P01", StoreErrorKind::Unreachable);
         check("53300", StoreErrorKind::Unreachable);

@@ -472,3 +472,17 @@ async fn p16_what_is_asked_for_beyond_the_queue_is_left_to_the_relay() {
         "the first three are settled, and asked for again"
     );
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_dispatch_survives_a_claim_that_failed() {
+    let store = MemoryStore::new();
+    let (handler, _runs) = scripted(|_| Step::Return(Ok(())));
+    let outbox = builder(&store).on(handler).build().unwrap();
+    let id = publish_for_relays(&outbox, &Ticked { n: 1 }).await;
+    store.fail_next(Operation::ClaimRows, StoreErrorKind::Conflict, 1);
+    outbox.dispatch([id]).unwrap().settled().await;
+    assert_eq!(
+        outbox.find(id).await.unwrap().unwrap().state,
+        EventState::Processed
+    );
+}

@@ -1,5 +1,6 @@
 //! The framework over a store in memory, under paused time: what can be made to fail at will.
 
+mod hostile;
 mod inline;
 mod lease;
 mod log;

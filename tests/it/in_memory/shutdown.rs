@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use outbox_core::testing::{MemoryStore, Operation};
-use outbox_core::{EventState, HandlerError};
+use outbox_core::{EventState, HandlerError, StoreErrorKind};
 use tokio::time::Instant;
 
 use super::builder;
@@ -180,4 +180,108 @@ async fn p6_a_release_whose_answer_was_lost_takes_back_one_attempt_and_not_two()
     assert_eq!(store.calls(Operation::Release), 2);
     let record = outbox.find(id).await.unwrap().unwrap();
     assert_eq!((record.attempts, record.lease_token), (1, None));
+}
+
+#[tokio::test(start_paused = true)]
+async fn p14_a_claim_in_flight_is_given_back_before_a_shutdown_returns() {
+    let store = MemoryStore::new();
+    let (handler, mut runs) = scripted(|_| Step::Take(Duration::from_secs(5)));
+    let outbox = builder(&store).on(handler).build().unwrap();
+    let hold = store.hold(Operation::Claim);
+    let id = publish_for_relays(&outbox, &Ticked { n: 1 }).await;
+    let relay = outbox.relay().start().await.unwrap();
+    hold.arrived(1).await;
+    let shutdown = tokio::spawn(relay.shutdown(GRACE));
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(!shutdown.is_finished());
+    drop(hold);
+    shutdown.await.unwrap().unwrap();
+    let record = outbox.find(id).await.unwrap().unwrap();
+    assert_eq!((record.state, record.attempts), (EventState::Pending, 0));
+    assert!(runs.try_recv().is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn p14_a_verification_that_is_not_answered_in_time_is_an_error_and_starts_nothing_later() {
+    let store = MemoryStore::new();
+    let (handler, mut runs) = scripted(|_| Step::Take(Duration::from_secs(1)));
+    let outbox = builder(&store).on(handler).build().unwrap();
+    let hold = store.hold(Operation::Verify);
+    let mut tx = outbox.begin().await.unwrap();
+    tx.publish(&Ticked { n: 1 }).await.unwrap();
+    tx.commit().await.unwrap();
+    hold.arrived(1).await;
+    let error = outbox.shutdown(Duration::from_secs(5)).await.unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "the shutdown's grace period ended before the database had answered"
+    );
+    drop(hold);
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    assert!(runs.try_recv().is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn p14_after_a_failed_shutdown_the_leases_end() {
+    let store = MemoryStore::new();
+    let (handler, mut runs) = scripted(|_| Step::Take(Duration::from_secs(1)));
+    let outbox = builder(&store).on(handler).build().unwrap();
+    let id = publish_for_relays(&outbox, &Ticked { n: 1 }).await;
+    let relay = outbox.relay().start().await.unwrap();
+    runs.recv().await.unwrap();
+    store.fail_next(Operation::Settle, StoreErrorKind::Unreachable, 1_000_000);
+    let error = relay.shutdown(GRACE).await.unwrap_err();
+    assert_eq!(error.unsettled(), [id.row()]);
+    tokio::time::sleep(Duration::from_secs(300)).await;
+    let record = outbox.find(id).await.unwrap().unwrap();
+    assert_eq!(record.state, EventState::Pending);
+}
+
+#[tokio::test(start_paused = true)]
+async fn p14_a_shutdown_names_what_it_could_not_give_back() {
+    let store = MemoryStore::new();
+    let (handler, mut runs) = scripted(|_| Step::Take(Duration::from_secs(1)));
+    let outbox = builder(&store)
+        .on(handler)
+        .inline_concurrency(1)
+        .build()
+        .unwrap();
+    let mut tx = outbox.begin().await.unwrap();
+    tx.publish(&Ticked { n: 1 }).await.unwrap();
+    let second = tx.publish(&Ticked { n: 2 }).await.unwrap().event_id();
+    tx.commit().await.unwrap();
+    runs.recv().await.unwrap();
+    store.fail_next(Operation::Release, StoreErrorKind::Unreachable, 1_000_000);
+    let error = outbox.shutdown(GRACE).await.unwrap_err();
+    assert!(error.unsettled().contains(&second.row()), "{error:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn p14_a_second_shorter_shutdown_keeps_the_first_ones_deadline() {
+    let store = MemoryStore::new();
+    let (handler, mut runs) = scripted(|_| Step::Take(Duration::from_secs(10)));
+    let outbox = builder(&store).on(handler).build().unwrap();
+    let id = publish_for_relays(&outbox, &Ticked { n: 1 }).await;
+    let relay = outbox.relay().start().await.unwrap();
+    runs.recv().await.unwrap();
+    let first = tokio::spawn(relay.shutdown(GRACE));
+    tokio::task::yield_now().await;
+    let _ = outbox.shutdown(Duration::from_secs(1)).await;
+    first.await.unwrap().unwrap();
+    assert_eq!(
+        outbox.find(id).await.unwrap().unwrap().state,
+        EventState::Processed
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_grace_period_without_end_is_no_mistake() {
+    let store = MemoryStore::new();
+    let (handler, mut runs) = scripted(|_| Step::Take(Duration::from_secs(10)));
+    let outbox = builder(&store).on(handler).build().unwrap();
+    publish_for_relays(&outbox, &Ticked { n: 1 }).await;
+    let relay = outbox.relay().start().await.unwrap();
+    runs.recv().await.unwrap();
+    relay.shutdown(Duration::MAX).await.unwrap();
+    assert_eq!(outbox.counters().processed, 1);
 }
