@@ -1,17 +1,16 @@
-//! What only PostgreSQL can get wrong: plans, locks, isolation, rights, names and migrations.
+//! What only PostgreSQL can get wrong: plans, locks, isolation, rights, names and migrations. What
+//! every store promises is in `contract`.
 
 use std::num::NonZeroU32;
 use std::str::FromStr;
-use std::sync::Arc;
 use std::time::Duration;
 
 use outbox_core::event::Priority;
 use outbox_core::lease::LeaseToken;
-use outbox_core::outcome::{DeadReason, ErrorText, Outcome};
+use outbox_core::outcome::{ErrorText, Outcome};
 use outbox_core::store::{
-    BornLease, ClaimRequest, Claimed, EventState, Existing, Insertion, LEASE_ENDED, LowWater,
-    NewEvent, Renewal, Settled, Settlement, Store, StoreError, StoreErrorKind, SweepRequest,
-    Wakeups,
+    BornLease, ClaimRequest, Claimed, EventState, Existing, Insertion, LowWater, NewEvent, Renewal,
+    Settled, Settlement, Store, StoreError, StoreErrorKind, Wakeups,
 };
 use outbox_sqlx::PgStore;
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
@@ -112,17 +111,6 @@ async fn number(pool: &PgPool, sql: &str) -> i64 {
     query.fetch_one(pool).await.unwrap().get(0)
 }
 
-/// Moves every lease into the past.
-async fn expire_leases(pool: &PgPool) {
-    run(
-        pool,
-        "UPDATE outbox.outbox_events
-         SET lease_expires_at = clock_timestamp() - interval '1 second'
-         WHERE lease_token IS NOT NULL",
-    )
-    .await;
-}
-
 async fn make_due(pool: &PgPool) {
     run(
         pool,
@@ -176,62 +164,6 @@ async fn a_planner_that_repeats_subqueries_does_not_make_a_claim_exceed_its_limi
         assert_eq!(claimed.len(), 3);
         assert_eq!(number(store.pool(), leased).await, 3 * round);
     }
-}
-
-#[tokio::test]
-async fn a_claim_goes_by_priority_then_number_but_for_what_is_reserved() {
-    let (_db, store) = installed().await;
-    let of = |priority, delay| NewEvent {
-        priority,
-        delay,
-        ..event()
-    };
-    let mut events = vec![of(Priority::Normal, Duration::ZERO); 4];
-    events.extend(vec![of(Priority::High, Duration::ZERO); 4]);
-    events.extend(vec![of(Priority::Low, MINUTE); 4]);
-    let first = match publish(&store, &events).await[0] {
-        Insertion::Inserted(id) => id.row(),
-        ref other => panic!("{other:?}"),
-    };
-    make_due(store.pool()).await;
-
-    // Two of eight are reserved for rows that waited, although theirs is the lowest priority.
-    let reserving = ClaimRequest {
-        reserved: 2,
-        ..request(8)
-    };
-    let mut rows: Vec<i64> = store
-        .claim(&reserving)
-        .await
-        .unwrap()
-        .iter()
-        .map(|claimed| claimed.id.row() - first)
-        .collect();
-    rows.sort_unstable();
-    assert_eq!(rows, [0, 1, 4, 5, 6, 7, 8, 9]);
-
-    // With nothing else due they may have the whole batch.
-    let rest = store.claim(&request(8)).await.unwrap();
-    assert_eq!(rest.iter().filter(|claimed| claimed.waited).count(), 2);
-    assert_eq!(rest.len(), 4);
-}
-
-#[tokio::test]
-async fn a_low_water_mark_bounds_only_what_is_due_at_once() {
-    let (_db, store) = installed().await;
-    publish(&store, &vec![event(); 3]).await;
-    let delayed = NewEvent {
-        delay: MINUTE,
-        ..event()
-    };
-    let waiting = inserted(&publish(&store, &[delayed]).await);
-    make_due(store.pool()).await;
-
-    let mut above = request(10);
-    above.low_water.raise(Priority::Normal, waiting + 1);
-    let claimed = store.claim(&above).await.unwrap();
-    assert_eq!(claimed.len(), 1);
-    assert_eq!(claimed[0].id.row(), waiting);
 }
 
 /// Nothing here touches an indexed column, so each update that finds room in its page makes one
@@ -665,21 +597,6 @@ async fn a_check_leaves_nothing_and_works_under_a_stricter_default() {
 }
 
 #[tokio::test]
-async fn a_winner_that_rolls_back_lets_the_loser_in() {
-    let (_db, store) = installed().await;
-    let mut winner = store.begin().await.unwrap();
-    store.insert(&mut winner, &[keyed("k")]).await.unwrap();
-
-    let other = store.clone();
-    let loser = tokio::spawn(async move { publish(&other, &[keyed("k")]).await });
-    until_waiting(store.pool(), 1).await;
-    store.rollback(winner).await.unwrap();
-
-    let row = inserted(&loser.await.unwrap());
-    assert_eq!(claim_one(&store).await.id.row(), row);
-}
-
-#[tokio::test]
 async fn a_winner_that_commits_is_what_the_loser_is_told() {
     let (_db, store) = installed().await;
     let mut winner = store.begin().await.unwrap();
@@ -698,56 +615,6 @@ async fn a_winner_that_commits_is_what_the_loser_is_told() {
         (existing.id.row(), existing.state),
         (row, EventState::Pending)
     );
-}
-
-#[tokio::test]
-async fn of_five_publishers_of_which_only_the_last_commits_one_event_remains() {
-    let db = PgDb::empty().await;
-    let store = PgStore::new(many().connect(&db.url()).await.unwrap());
-    store.migrate().await.unwrap();
-
-    let turn = Arc::new(tokio::sync::Barrier::new(5));
-    let publishers: Vec<_> = (0..5)
-        .map(|n| {
-            let (store, turn) = (store.clone(), Arc::clone(&turn));
-            tokio::spawn(async move {
-                turn.wait().await;
-                let mut tx = store.begin().await.unwrap();
-                let told = store.insert(&mut tx, &[keyed("k")]).await.unwrap();
-                if n == 4 {
-                    store.commit(tx).await.unwrap();
-                } else {
-                    store.rollback(tx).await.unwrap();
-                }
-                (n, told)
-            })
-        })
-        .collect();
-    for publisher in publishers {
-        let (n, told) = publisher.await.unwrap();
-        // Only what the last one committed may ever be called a duplicate.
-        if n == 4 {
-            inserted(&told);
-        }
-    }
-    let rows = "SELECT count(*) FROM outbox.outbox_events";
-    assert_eq!(number(store.pool(), rows).await, 1);
-}
-
-#[tokio::test]
-async fn a_duplicate_leaves_the_callers_transaction_usable() {
-    let (_db, store) = installed().await;
-    run(store.pool(), "CREATE TABLE orders (id int)").await;
-    let row = inserted(&publish(&store, &[keyed("k")]).await);
-
-    let mut tx = store.pool().begin().await.unwrap();
-    tx.execute("INSERT INTO orders VALUES (1)").await.unwrap();
-    let told = existing(store.insert(&mut tx, &[keyed("k")]).await.unwrap());
-    tx.execute("INSERT INTO orders VALUES (2)").await.unwrap();
-    tx.commit().await.unwrap();
-
-    assert_eq!(told.id.row(), row);
-    assert_eq!(number(store.pool(), "SELECT count(*) FROM orders").await, 2);
 }
 
 #[tokio::test]
@@ -798,57 +665,6 @@ async fn a_duplicate_finds_an_event_that_is_just_being_settled() {
             other => panic!("{other}"),
         }
     }
-}
-
-#[tokio::test]
-async fn a_key_outlives_its_event_and_then_lets_the_next_one_in() {
-    let (_db, store) = installed().await;
-    let first = inserted(&publish(&store, &[keyed("k")]).await);
-    let claimed = claim_one(&store).await;
-    store.settle(&[processed(&claimed)]).await.unwrap();
-
-    let told = existing(publish(&store, &[keyed("k")]).await);
-    assert_eq!(told.id.row(), first);
-    assert_eq!(
-        (told.state, told.output.as_deref()),
-        (EventState::Processed, Some("7"))
-    );
-    assert_eq!(store.find(first).await.unwrap(), None);
-    assert_eq!(store.purge(NonZeroU32::new(10).unwrap()).await.unwrap(), 0);
-
-    run(
-        store.pool(),
-        "UPDATE outbox.outbox_events_keys SET expires_at = clock_timestamp()",
-    )
-    .await;
-    assert_eq!(store.purge(NonZeroU32::new(10).unwrap()).await.unwrap(), 1);
-    assert_ne!(inserted(&publish(&store, &[keyed("k")]).await), first);
-}
-
-#[tokio::test]
-async fn the_key_of_a_dead_letter_never_expires() {
-    let (_db, store) = installed().await;
-    let row = inserted(&publish(&store, &[keyed("k")]).await);
-    let claimed = claim_one(&store).await;
-    let dead = Settlement {
-        lease: claimed.lease(),
-        outcome: Outcome::Dead {
-            reason: DeadReason::Permanent,
-            error: ErrorText::new(&"no such account"),
-        },
-    };
-    store.settle(&[dead]).await.unwrap();
-
-    assert_eq!(store.purge(NonZeroU32::new(10).unwrap()).await.unwrap(), 0);
-    let told = existing(publish(&store, &[keyed("k")]).await);
-    assert_eq!((told.id.row(), told.state), (row, EventState::DeadLetter));
-    let record = store.find(row).await.unwrap().unwrap();
-    assert_eq!(record.state, EventState::DeadLetter);
-    assert_eq!(record.dead_reason, Some(DeadReason::Permanent));
-    assert_eq!(record.last_error.as_deref(), Some("no such account"));
-    assert_eq!(record.claimed_by.as_deref(), Some("here"));
-    assert_eq!(record.failures.len(), 1);
-    assert_eq!(record.payload, event().payload);
 }
 
 /// The winner commits after the loser's snapshot was taken: nobody can tell the loser who it was,
@@ -1084,82 +900,6 @@ async fn a_renewal_skips_a_row_that_somebody_has_locked() {
         store.renew(&leases, MINUTE).await.unwrap(),
         [Renewal::Renewed, Renewal::Unknown, Renewal::Lost]
     );
-}
-
-#[tokio::test]
-async fn a_sweep_takes_over_what_no_attempt_is_left_for_and_charges_nothing() {
-    let (_db, store) = installed().await;
-    let once = NewEvent {
-        max_attempts: NonZeroU32::MIN,
-        ..event()
-    };
-    publish(&store, &[once, event()]).await;
-    let claimed = store.claim(&request(2)).await.unwrap();
-    expire_leases(store.pool()).await;
-    let again = store.claim(&request(2)).await.unwrap();
-    assert_eq!(again.len(), 1, "the row without attempts is not claimed");
-
-    let sweep = |token| SweepRequest {
-        after: 0,
-        scan: NonZeroU32::new(100).unwrap(),
-        lease: MINUTE,
-        token,
-        instance: "there",
-        names: &[],
-    };
-    let token = LeaseToken::random();
-    let chunk = store.sweep(&sweep(token)).await.unwrap();
-    assert_eq!(chunk.exhausted.len(), 1);
-    assert_eq!(chunk.exhausted[0].attempt, NonZeroU32::MIN);
-    assert_eq!(chunk.unhandled, [(NAME.to_owned(), 2)]);
-    assert_eq!(chunk.next, None);
-
-    // The sweeping process dies: the next one finds the row, and it still tells who failed.
-    expire_leases(store.pool()).await;
-    let chunk = store.sweep(&sweep(LeaseToken::random())).await.unwrap();
-    let swept = &chunk.exhausted[0];
-    let record = store.find(swept.id.row()).await.unwrap().unwrap();
-    assert_eq!(record.attempts, 1);
-    assert_eq!(record.claimed_by.as_deref(), Some("here"));
-    assert_eq!(
-        store.settle(&[processed(&claimed[0])]).await.unwrap(),
-        [Settled::LeaseLost]
-    );
-}
-
-#[tokio::test]
-async fn a_row_remembers_its_last_ten_failures() {
-    let (_db, store) = installed().await;
-    let patient = NewEvent {
-        max_attempts: NonZeroU32::new(20).unwrap(),
-        ..event()
-    };
-    let row = inserted(&publish(&store, &[patient]).await);
-    for attempt in 1..=12 {
-        let claimed = claim_one(&store).await;
-        if attempt == 11 {
-            expire_leases(store.pool()).await;
-            continue;
-        }
-        let retry = Settlement {
-            lease: claimed.lease(),
-            outcome: Outcome::Retry {
-                after: Duration::ZERO,
-                error: ErrorText::new(&format!("failure {attempt}")),
-            },
-        };
-        assert_eq!(store.settle(&[retry]).await.unwrap(), [Settled::Recorded]);
-    }
-    let record = store.find(row).await.unwrap().unwrap();
-    assert_eq!(record.state, EventState::Failed);
-    assert_eq!(record.last_error.as_deref(), Some("failure 12"));
-    let attempts: Vec<u32> = record
-        .failures
-        .iter()
-        .map(|failure| failure.attempt)
-        .collect();
-    assert_eq!(attempts, (3..=12).collect::<Vec<_>>());
-    assert_eq!(record.failures[8].error, LEASE_ENDED);
 }
 
 #[tokio::test]

@@ -1,18 +1,17 @@
-//! What is particular to the store on SQLite, and what its contract says with concrete rows.
+//! What is particular to the store on SQLite. What every store promises is in `contract`.
 //!
 //! No test waits for a clock: where time has to pass, the column is moved.
 
 use std::collections::HashSet;
 use std::num::NonZeroU32;
-use std::sync::Arc;
 use std::time::Duration;
 
 use outbox_core::event::{EventId, Priority};
-use outbox_core::lease::{HeldLease, LeaseToken};
+use outbox_core::lease::LeaseToken;
 use outbox_core::outcome::{DeadReason, ErrorText, Outcome};
 use outbox_core::store::{
-    BornLease, ClaimRequest, Claimed, EventRecord, EventState, Existing, Insertion, LEASE_ENDED,
-    LowWater, NewEvent, Renewal, Settled, Settlement, Store, StoreErrorKind, SweepRequest,
+    ClaimRequest, Claimed, EventRecord, EventState, Existing, Insertion, LowWater, NewEvent,
+    Settled, Settlement, Store, StoreErrorKind, SweepRequest,
 };
 use outbox_sqlx::SqliteStore;
 use sqlx::{AssertSqlSafe, SqlitePool};
@@ -161,14 +160,6 @@ async fn count(pool: &SqlitePool, sql: impl Into<String>) -> i64 {
         .unwrap()
 }
 
-async fn expire_leases(pool: &SqlitePool) {
-    execute(
-        pool,
-        "UPDATE outbox_events SET lease_expires_at = 1 WHERE lease_token IS NOT NULL",
-    )
-    .await;
-}
-
 fn rows(claimed: &[Claimed]) -> Vec<i64> {
     let mut rows: Vec<i64> = claimed.iter().map(|claimed| claimed.id.row()).collect();
     rows.sort_unstable();
@@ -207,24 +198,6 @@ async fn what_goes_in_comes_out_to_the_byte() {
         let record = record(&store, *id).await;
         assert_eq!(&record.payload, expected);
         assert_eq!(record.ordering_key.as_deref(), Some("o' \"1\""));
-    }
-}
-
-#[tokio::test]
-async fn a_batch_gets_ascending_numbers_in_input_order_whatever_its_size() {
-    let db = SqliteDb::new().await;
-    let store = installed(&db).await;
-    let events: Vec<NewEvent> = (0..5_000)
-        .map(|n| NewEvent {
-            payload: n.to_string(),
-            dedup_key: (n % 2 == 0).then(|| format!("k{}", 9_999 - n)),
-            ..event()
-        })
-        .collect();
-    let ids = publish_rows(&store, &events).await;
-    assert!(ids.is_sorted_by(|a, b| a < b));
-    for n in [0, 1, 4_998, 4_999] {
-        assert_eq!(record(&store, ids[n]).await.payload, n.to_string());
     }
 }
 
@@ -292,232 +265,7 @@ async fn a_row_and_its_key_are_one_write_even_without_a_transaction() {
     assert_eq!(existing(&second[0]).id, inserted(&first[0]));
 }
 
-#[tokio::test]
-async fn an_event_can_be_born_leased() {
-    let db = SqliteDb::new().await;
-    let store = installed(&db).await;
-    let token = LeaseToken::random();
-    let row = publish_one(
-        &store,
-        NewEvent {
-            lease: Some(BornLease {
-                token,
-                duration: LEASE,
-                instance: Arc::from("publisher"),
-            }),
-            ..event()
-        },
-    )
-    .await;
-
-    assert_eq!(claim(&store, 10).await.len(), 0);
-    let seen = record(&store, row).await;
-    assert_eq!(seen.state, EventState::InProgress);
-    assert_eq!((seen.attempts, seen.lease_token), (1, Some(token)));
-    assert_eq!(seen.claimed_by.as_deref(), Some("publisher"));
-
-    let held = HeldLease { row, token };
-    let stale = HeldLease {
-        row,
-        token: LeaseToken::random(),
-    };
-    let verified = store.verify(&[stale, held]).await.unwrap();
-    assert_eq!(verified.len(), 1);
-    assert_eq!(verified[0].lease, held);
-    assert_eq!(verified[0].id, seen.id);
-    assert!(verified[0].remaining <= LEASE && verified[0].remaining > LEASE / 2);
-
-    expire_leases(&db.pool()).await;
-    assert_eq!(
-        store.verify(&[held]).await.unwrap()[0].remaining,
-        Duration::ZERO
-    );
-    assert_eq!(record(&store, row).await.state, EventState::Pending);
-}
-
-#[tokio::test]
-async fn a_delayed_event_waits() {
-    let db = SqliteDb::new().await;
-    let store = installed(&db).await;
-    let row = publish_one(
-        &store,
-        NewEvent {
-            delay: Duration::from_secs(60),
-            ..event()
-        },
-    )
-    .await;
-    assert_eq!(claim(&store, 1).await.len(), 0);
-    assert_eq!(
-        store.claim_rows(&[row], &request(1)).await.unwrap().len(),
-        0
-    );
-    let waiting = record(&store, row).await;
-    assert_eq!(waiting.state, EventState::Pending);
-    assert_eq!(
-        waiting
-            .due_at
-            .unwrap()
-            .duration_since(waiting.created_at)
-            .unwrap(),
-        Duration::from_secs(60)
-    );
-
-    execute(&db.pool(), "UPDATE outbox_events SET due_at = 1").await;
-    assert!(claim_one(&store).await.waited);
-}
-
 // Dedup keys
-
-#[tokio::test]
-async fn a_duplicate_learns_what_has_become_of_the_first() {
-    let db = SqliteDb::new().await;
-    let store = installed(&db).await;
-    let pool = db.pool();
-    let row = publish_one(&store, keyed("k")).await;
-    let ask = async || {
-        let answer = publish(&store, &[keyed("k")]).await.remove(0);
-        let existing = existing(&answer).clone();
-        assert_eq!(existing.id.row(), row);
-        (existing.state, existing.output)
-    };
-
-    assert_eq!(ask().await, (EventState::Pending, None));
-    let claimed = claim_one(&store).await;
-    assert_eq!(ask().await, (EventState::InProgress, None));
-    settle(&store, &claimed, retry(LEASE, "no")).await;
-    assert_eq!(ask().await, (EventState::Failed, None));
-    execute(&pool, "UPDATE outbox_events SET due_at = 1").await;
-    let claimed = claim_one(&store).await;
-    settle(&store, &claimed, processed(Some("\"r-1\""))).await;
-    assert_eq!(
-        ask().await,
-        (EventState::Processed, Some("\"r-1\"".to_owned()))
-    );
-    // Another name has keys of its own.
-    let other = NewEvent {
-        name: "order.shipped",
-        ..keyed("k")
-    };
-    inserted(&publish(&store, &[other]).await[0]);
-    assert_eq!(count(&pool, "SELECT count(*) FROM outbox_events").await, 1);
-}
-
-#[tokio::test]
-async fn a_duplicate_finds_the_result_of_an_event_that_was_not_kept() {
-    let db = SqliteDb::new().await;
-    let store = installed(&db).await;
-    let row = publish_one(
-        &store,
-        NewEvent {
-            retention: Duration::ZERO,
-            ..keyed("k")
-        },
-    )
-    .await;
-    let claimed = claim_one(&store).await;
-    settle(&store, &claimed, processed(Some("7"))).await;
-
-    assert_eq!(store.find(row).await.unwrap(), None);
-    let answer = publish(&store, &[keyed("k")]).await;
-    let existing = existing(&answer[0]);
-    assert_eq!(existing.id.row(), row);
-    assert_eq!(existing.state, EventState::Processed);
-    assert_eq!(existing.output.as_deref(), Some("7"));
-}
-
-#[tokio::test]
-async fn a_dead_letter_keeps_its_key() {
-    let db = SqliteDb::new().await;
-    let store = installed(&db).await;
-    publish_one(
-        &store,
-        NewEvent {
-            retention: Duration::ZERO,
-            key_retention: Duration::ZERO,
-            ..keyed("k")
-        },
-    )
-    .await;
-    let claimed = claim_one(&store).await;
-    settle(&store, &claimed, dead("never")).await;
-    assert_eq!(store.purge(number(100)).await.unwrap(), 0);
-    let answer = publish(&store, &[keyed("k")]).await;
-    assert_eq!(existing(&answer[0]).state, EventState::DeadLetter);
-}
-
-#[tokio::test]
-async fn a_duplicate_does_not_harm_the_callers_transaction() {
-    let db = SqliteDb::new().await;
-    let store = installed(&db).await;
-    let pool = db.pool();
-    execute(&pool, "CREATE TABLE orders (id INTEGER PRIMARY KEY)").await;
-    let first = publish_one(&store, keyed("k")).await;
-
-    let mut tx = store.begin().await.unwrap();
-    sqlx::query("INSERT INTO orders VALUES (1)")
-        .execute(&mut *tx)
-        .await
-        .unwrap();
-    let answers = store
-        .insert(&mut tx, &[event(), keyed("k"), keyed("l"), keyed("l")])
-        .await
-        .unwrap();
-    sqlx::query("INSERT INTO orders VALUES (2)")
-        .execute(&mut *tx)
-        .await
-        .unwrap();
-    store.commit(tx).await.unwrap();
-
-    assert_eq!(existing(&answers[1]).id.row(), first);
-    let in_batch = inserted(&answers[2]);
-    assert!(inserted(&answers[0]) < in_batch);
-    assert_eq!(
-        *existing(&answers[3]),
-        Existing {
-            id: in_batch,
-            state: EventState::Pending,
-            output: None,
-        }
-    );
-    assert_eq!(count(&pool, "SELECT count(*) FROM orders").await, 2);
-    assert_eq!(count(&pool, "SELECT count(*) FROM outbox_events").await, 3);
-}
-
-#[tokio::test]
-async fn of_many_publishers_of_one_key_one_gets_in() {
-    let db = SqliteDb::new().await;
-    let store = installed(&db).await;
-    let mut tasks = tokio::task::JoinSet::new();
-    for n in 0..16 {
-        let store = store.clone();
-        tasks.spawn(async move {
-            let mut tx = store.begin().await.unwrap();
-            let answer = store
-                .insert(&mut tx, &[keyed("k")])
-                .await
-                .unwrap()
-                .remove(0);
-            // Half of those that come first do not stay.
-            match answer {
-                Insertion::Inserted(_) if n % 2 == 0 => {
-                    store.rollback(tx).await.unwrap();
-                    None
-                }
-                Insertion::Inserted(id) => {
-                    store.commit(tx).await.unwrap();
-                    Some((true, id))
-                }
-                Insertion::Existing(existing) => Some((false, existing.id)),
-            }
-        });
-    }
-    let answers: Vec<(bool, EventId)> = tasks.join_all().await.into_iter().flatten().collect();
-    let first: Vec<EventId> = answers.iter().filter(|a| a.0).map(|a| a.1).collect();
-    assert_eq!(first.len(), 1);
-    // Nobody was told of a row that did not stay.
-    assert!(answers.iter().all(|(_, id)| *id == first[0]));
-}
 
 #[tokio::test]
 async fn a_row_written_by_hand_cannot_take_somebody_elses_key() {
@@ -610,59 +358,6 @@ async fn dropped_calls_leave_no_transaction_behind() {
 
 // Claiming
 
-#[tokio::test(flavor = "multi_thread")]
-async fn concurrent_claims_are_disjoint() {
-    let db = SqliteDb::new().await;
-    let store = installed(&db).await;
-    publish(&store, &vec![event(); 200]).await;
-    let mut tasks = tokio::task::JoinSet::new();
-    for _ in 0..8 {
-        let store = store.clone();
-        tasks.spawn(async move {
-            let mut mine = Vec::new();
-            loop {
-                let claimed = claim(&store, 7).await;
-                assert!(claimed.len() <= 7);
-                if claimed.is_empty() {
-                    return mine;
-                }
-                mine.extend(rows(&claimed));
-            }
-        });
-    }
-    let all: Vec<i64> = tasks.join_all().await.concat();
-    assert_eq!(all.len(), 200);
-    assert_eq!(all.iter().collect::<HashSet<_>>().len(), 200);
-}
-
-#[tokio::test]
-async fn a_claim_goes_by_priority_and_then_by_number() {
-    let db = SqliteDb::new().await;
-    let store = installed(&db).await;
-    let of = |priority| NewEvent {
-        priority,
-        ..event()
-    };
-    let ids = publish_rows(
-        &store,
-        &[
-            of(Priority::Low),
-            of(Priority::Critical),
-            of(Priority::Normal),
-            of(Priority::High),
-            of(Priority::Critical),
-            of(Priority::Normal),
-        ],
-    )
-    .await;
-    let expected = [[1, 4], [2, 3], [0, 5]];
-    for pair in expected {
-        let mut pair = pair.map(|n: usize| ids[n]);
-        pair.sort_unstable();
-        assert_eq!(rows(&claim(&store, 2).await), pair);
-    }
-}
-
 #[tokio::test]
 async fn what_is_reserved_is_for_what_waited() {
     let db = SqliteDb::new().await;
@@ -700,40 +395,6 @@ async fn what_is_reserved_is_for_what_waited() {
 }
 
 #[tokio::test]
-async fn the_low_water_mark_bounds_ready_rows_and_nothing_else() {
-    let db = SqliteDb::new().await;
-    let store = installed(&db).await;
-    let ids = publish_rows(&store, &vec![event(); 4]).await;
-    execute(
-        &db.pool(),
-        format!("UPDATE outbox_events SET due_at = 1 WHERE id = {}", ids[0]),
-    )
-    .await;
-    let mut bounded = request(10);
-    bounded.low_water.raise(Priority::Normal, ids[2]);
-    let claimed = store.claim(&bounded).await.unwrap();
-    assert_eq!(rows(&claimed), [ids[0], ids[2], ids[3]]);
-    assert_eq!(rows(&claim(&store, 10).await), [ids[1]]);
-}
-
-#[tokio::test]
-async fn a_name_nobody_here_knows_is_left_alone_and_counted() {
-    let db = SqliteDb::new().await;
-    let store = installed(&db).await;
-    let strange = NewEvent {
-        name: "invoice.sent",
-        ..event()
-    };
-    let ids = publish_rows(&store, &[strange.clone(), strange, event()]).await;
-    assert_eq!(rows(&claim(&store, 10).await), [ids[2]]);
-    assert_eq!(record(&store, ids[0]).await.attempts, 0);
-
-    let swept = sweep(&store, 0, 100).await;
-    assert_eq!(swept.unhandled, [("invoice.sent".to_owned(), 2)]);
-    assert_eq!(swept.next, None);
-}
-
-#[tokio::test]
 async fn a_row_with_broken_text_does_not_stop_the_others() {
     let db = SqliteDb::new().await;
     let store = installed(&db).await;
@@ -753,162 +414,24 @@ async fn a_row_with_broken_text_does_not_stop_the_others() {
 // Settling, renewing, giving back
 
 #[tokio::test]
-async fn a_stale_token_changes_nothing() {
-    let db = SqliteDb::new().await;
-    let store = installed(&db).await;
-    let row = publish_one(&store, keyed("k")).await;
-    let a = claim_one(&store).await;
-    expire_leases(&db.pool()).await;
-    let b = claim_one(&store).await;
-    let before = record(&store, row).await;
-
-    for outcome in [processed(Some("1")), retry(LEASE, "late"), dead("late")] {
-        assert_eq!(settle(&store, &a, outcome).await, Settled::LeaseLost);
-    }
-    assert_eq!(
-        store.renew(&[a.lease()], LEASE * 9).await.unwrap(),
-        [Renewal::Lost]
-    );
-    assert_eq!(
-        store.release(&[a.lease()]).await.unwrap(),
-        [Settled::LeaseLost]
-    );
-    assert_eq!(record(&store, row).await, before);
-    assert_eq!(settle(&store, &b, processed(None)).await, Settled::Recorded);
-    assert_eq!(
-        settle(&store, &b, processed(None)).await,
-        Settled::LeaseLost
-    );
-}
-
-#[tokio::test]
-async fn a_mixed_batch_is_answered_in_input_order() {
-    let db = SqliteDb::new().await;
-    let store = installed(&db).await;
-    let ids = publish_rows(&store, &vec![event(); 4]).await;
-    let mut claimed = claim(&store, 4).await;
-    claimed.sort_by_key(|claimed| claimed.id);
-    let lost = HeldLease {
-        row: ids[0],
-        token: LeaseToken::random(),
-    };
-    let of = |n: usize, outcome| Settlement {
-        lease: claimed[n].lease(),
-        outcome,
-    };
-    let answers = store
-        .settle(&[
-            of(3, dead("never")),
-            Settlement {
-                lease: lost,
-                outcome: dead("not mine"),
-            },
-            of(0, processed(Some("0"))),
-            of(1, retry(LEASE, "not yet")),
-            of(0, retry(LEASE, "a second opinion")),
-            of(2, processed(None)),
-        ])
-        .await
-        .unwrap();
-    use Settled::{LeaseLost, Recorded};
-    assert_eq!(
-        answers,
-        [Recorded, LeaseLost, Recorded, Recorded, LeaseLost, Recorded]
-    );
-
-    let first = record(&store, ids[0]).await;
-    assert_eq!(first.state, EventState::Processed);
-    assert_eq!(first.output.as_deref(), Some("0"));
-    assert_eq!(first.claimed_by.as_deref(), Some("relay-a"));
-    assert_eq!((first.lease_token, first.due_at), (None, None));
-    assert!(first.settled_at.unwrap() >= first.created_at);
-    assert_eq!(first.failures, []);
-
-    let second = record(&store, ids[1]).await;
-    assert_eq!(second.state, EventState::Failed);
-    assert_eq!(second.last_error.as_deref(), Some("not yet"));
-    assert_eq!(
-        second.due_at.unwrap(),
-        second.failures[0].at + LEASE,
-        "counted from the settlement"
-    );
-
-    let fourth = record(&store, ids[3]).await;
-    assert_eq!(fourth.state, EventState::DeadLetter);
-    assert_eq!(fourth.dead_reason, Some(DeadReason::Permanent));
-    assert_eq!(fourth.last_error.as_deref(), Some("never"));
-    assert_eq!(fourth.failures[0].instance, "relay-a");
-}
-
-#[tokio::test]
-async fn a_lease_that_ended_is_recorded_under_whoever_held_it() {
+async fn a_second_outcome_for_a_lease_in_one_batch_comes_too_late() {
     let db = SqliteDb::new().await;
     let store = installed(&db).await;
     let row = publish_one(&store, event()).await;
-    claim_one(&store).await;
-    expire_leases(&db.pool()).await;
-    let by_number = ClaimRequest {
-        instance: "relay-b",
-        ..request(1)
+    let claimed = claim_one(&store).await;
+    let of = |outcome| Settlement {
+        lease: claimed.lease(),
+        outcome,
     };
-    let second = store
-        .claim_rows(&[row], &by_number)
-        .await
-        .unwrap()
-        .remove(0);
-    assert_eq!(second.attempt, number(2));
-
+    let batch = [
+        of(processed(Some("0"))),
+        of(retry(LEASE, "a second opinion")),
+    ];
+    let answers = store.settle(&batch).await.unwrap();
+    assert_eq!(answers, [Settled::Recorded, Settled::LeaseLost]);
     let seen = record(&store, row).await;
-    assert_eq!(seen.failures.len(), 1);
-    assert_eq!(seen.failures[0].attempt, 1);
-    assert_eq!(seen.failures[0].instance, "relay-a");
-    assert_eq!(seen.failures[0].error, LEASE_ENDED);
-    assert_eq!(seen.claimed_by.as_deref(), Some("relay-b"));
-}
-
-#[tokio::test]
-async fn ten_failures_are_kept() {
-    let db = SqliteDb::new().await;
-    let store = installed(&db).await;
-    let row = publish_one(
-        &store,
-        NewEvent {
-            max_attempts: number(100),
-            ..event()
-        },
-    )
-    .await;
-    for n in 1..=13 {
-        let claimed = claim_one(&store).await;
-        let error = format!("failure {n}: \"\u{1}ä🦀\" '");
-        settle(&store, &claimed, retry(Duration::ZERO, &error)).await;
-    }
-    let failures = record(&store, row).await.failures;
-    let attempts: Vec<u32> = failures.iter().map(|failure| failure.attempt).collect();
-    assert_eq!(attempts, (4..=13).collect::<Vec<_>>());
-    assert_eq!(failures[9].error, "failure 13: \"\u{1}ä🦀\" '");
-}
-
-#[tokio::test]
-async fn a_renewal_moves_the_end_of_the_lease() {
-    let db = SqliteDb::new().await;
-    let store = installed(&db).await;
-    publish(&store, &vec![event(); 2]).await;
-    let claimed = claim(&store, 2).await;
-    let stranger = HeldLease {
-        row: claimed[0].id.row(),
-        token: LeaseToken::random(),
-    };
-    expire_leases(&db.pool()).await;
-    assert_eq!(
-        store
-            .renew(&[claimed[1].lease(), stranger], LEASE)
-            .await
-            .unwrap(),
-        [Renewal::Renewed, Renewal::Lost]
-    );
-    // The other one had ended and is due again.
-    assert_eq!(rows(&claim(&store, 2).await), [claimed[0].id.row()]);
+    assert_eq!(seen.state, EventState::Processed);
+    assert_eq!(seen.failures, []);
 }
 
 #[tokio::test]
@@ -947,51 +470,6 @@ async fn sweep(store: &SqliteStore, after: i64, scan: u32) -> outbox_core::store
         names: &[NAME],
     };
     store.sweep(&request).await.unwrap()
-}
-
-#[tokio::test]
-async fn a_row_out_of_attempts_is_found_by_the_sweep_in_chunks() {
-    let db = SqliteDb::new().await;
-    let store = installed(&db).await;
-    let once = NewEvent {
-        max_attempts: NonZeroU32::MIN,
-        ..event()
-    };
-    let ids = publish_rows(&store, &[once.clone(), event(), once.clone(), once]).await;
-    // The last stays unclaimed, and the one with more attempts is the claim's.
-    claim(&store, 3).await;
-    expire_leases(&db.pool()).await;
-
-    let first = sweep(&store, 0, 2).await;
-    assert_eq!(rows(&first.exhausted), [ids[0]]);
-    assert_eq!(first.next, Some(ids[1]));
-    assert_eq!(first.exhausted[0].attempt, number(1));
-    let second = sweep(&store, ids[1], 3).await;
-    assert_eq!(rows(&second.exhausted), [ids[2]]);
-    assert_eq!(second.next, None);
-    // They are held now.
-    assert_eq!(sweep(&store, 0, 100).await.exhausted.len(), 0);
-
-    // A sweep that dies is followed by another; the attempt is told once.
-    expire_leases(&db.pool()).await;
-    let again = sweep(&store, 0, 100).await.exhausted;
-    assert_eq!(rows(&again), [ids[0], ids[2]]);
-    settle(
-        &store,
-        &again[0],
-        Outcome::Dead {
-            reason: DeadReason::LeaseExpired,
-            error: ErrorText::new(&"nobody came back"),
-        },
-    )
-    .await;
-    let seen = record(&store, again[0].id.row()).await;
-    assert_eq!(seen.failures.len(), 1);
-    assert_eq!(seen.failures[0].attempt, 1);
-    assert_eq!(seen.failures[0].instance, "relay-a");
-    assert_eq!(seen.failures[0].error, "nobody came back");
-    assert_eq!(seen.last_error.as_deref(), Some("nobody came back"));
-    assert_eq!(seen.dead_reason, Some(DeadReason::LeaseExpired));
 }
 
 #[tokio::test]
@@ -1091,26 +569,6 @@ async fn a_purge_removes_only_what_is_past_its_retention() {
     for key in ["young", "dead", "failed", "held"] {
         existing(&publish(&store, &[keyed(key)]).await[0]);
     }
-}
-
-#[tokio::test]
-async fn a_key_outlives_an_event_that_is_kept_longer() {
-    let db = SqliteDb::new().await;
-    let store = installed(&db).await;
-    publish_one(
-        &store,
-        NewEvent {
-            retention: Duration::from_secs(1_000),
-            key_retention: Duration::from_secs(10),
-            ..keyed("k")
-        },
-    )
-    .await;
-    let claimed = claim_one(&store).await;
-    settle(&store, &claimed, processed(None)).await;
-    let outlives = "SELECT count(*) FROM outbox_events_keys AS taken
-        JOIN outbox_events_history AS kept ON taken.expires_at >= kept.expires_at";
-    assert_eq!(count(&db.pool(), outlives).await, 1);
 }
 
 #[tokio::test]
