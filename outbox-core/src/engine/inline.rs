@@ -138,7 +138,7 @@ pub(crate) async fn run<S: Store>(
         queue: VecDeque::new(),
         asked: VecDeque::new(),
     };
-    let mut pause = wait::Backoff::new(Duration::from_millis(20), Duration::from_secs(2));
+    let mut pause = wait::Pause::new(Duration::from_millis(20), Duration::from_secs(2));
     loop {
         let next = tokio::select! {
             () = dispatcher.shared.closing.cancelled() => return,

@@ -49,7 +49,7 @@ pub use shutdown::ShutdownError;
 /// itself may still drop it.
 const OVERDUE_AFTER: Duration = Duration::from_millis(250);
 
-/// The most events a process holds from claim to stored outcome, beyond those it runs.
+/// The most events a process holds from claim to stored outcome, those that run included.
 const SLOTS: usize = 10_000;
 
 /// What every loop works with.
@@ -398,7 +398,7 @@ impl<S: Store> Engine<S> {
     {
         let shared = Arc::clone(&self.shared);
         self.spawn(async move {
-            let mut pause = wait::Backoff::new(Duration::from_millis(100), Duration::from_secs(5));
+            let mut pause = wait::Pause::new(Duration::from_millis(100), Duration::from_secs(5));
             while let Err(panic) = AssertUnwindSafe(run(Arc::clone(&shared)))
                 .catch_unwind()
                 .await

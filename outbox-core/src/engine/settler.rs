@@ -241,7 +241,7 @@ enum Recorded {
 }
 
 async fn attempt<S: Store>(shared: &Shared<S>, settlements: &[Settlement]) -> Recorded {
-    let mut pause = wait::Backoff::new(Duration::from_millis(20), Duration::from_secs(2));
+    let mut pause = wait::Pause::new(Duration::from_millis(20), Duration::from_secs(2));
     let mut refusals = 0;
     loop {
         shared.counters.settlements.one();
@@ -461,7 +461,7 @@ async fn attempt_release<S: Store>(
     leases: &[HeldLease],
     give_up_at: Instant,
 ) -> Recorded {
-    let mut pause = wait::Backoff::new(Duration::from_millis(20), Duration::from_secs(2));
+    let mut pause = wait::Pause::new(Duration::from_millis(20), Duration::from_secs(2));
     loop {
         let error = match shared.store.release(leases).await {
             Ok(answers) => return Recorded::Answers(answers),

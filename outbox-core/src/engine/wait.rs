@@ -5,13 +5,13 @@ use std::time::Duration;
 
 /// A wait that doubles from `first` to `max`.
 #[derive(Debug)]
-pub(crate) struct Backoff {
+pub(crate) struct Pause {
     next: Duration,
     first: Duration,
     max: Duration,
 }
 
-impl Backoff {
+impl Pause {
     pub(crate) fn new(first: Duration, max: Duration) -> Self {
         Self {
             next: first,

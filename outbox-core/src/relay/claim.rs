@@ -26,7 +26,7 @@ pub(crate) async fn run<S: Store>(parts: Arc<RelayParts<S>>) {
     let mut marks = Marks::new();
     let mut reserve = Reserve::default();
     let mut poll = Poll::new(parts.poll);
-    let mut pause = wait::Backoff::new(Duration::from_millis(50), Duration::from_secs(5));
+    let mut pause = wait::Pause::new(Duration::from_millis(50), Duration::from_secs(5));
     loop {
         let Some(capacity) = gather(&parts).await else {
             return;

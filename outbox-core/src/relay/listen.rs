@@ -13,7 +13,7 @@ use crate::store::{Store, StoreError, Wakeups};
 
 /// Runs until the relay stops, or at once if the store has no wake-ups.
 pub(crate) async fn run<S: Store>(parts: Arc<RelayParts<S>>) {
-    let mut pause = wait::Backoff::new(Duration::from_millis(100), Duration::from_secs(10));
+    let mut pause = wait::Pause::new(Duration::from_millis(100), Duration::from_secs(10));
     loop {
         // Not dropped half way: a subscription is a connection of its own.
         let error = match parts.shared.store.listen().await {
