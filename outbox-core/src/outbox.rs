@@ -86,9 +86,9 @@ impl<S: Store> Outbox<S> {
     ///
     /// One statement, and a second one where a dedup key is taken. (The first publish of a process
     /// on PostgreSQL also reads the installation's UUID, through the same connection.) It begins,
-    /// commits and rolls back nothing: the event lives or dies with `tx`. A relay takes it once it is committed; to
-    /// have it dispatched at once, hand the answer to [`dispatch`](Self::dispatch) after the
-    /// commit, or publish through [`begin`](Self::begin).
+    /// commits and rolls back nothing: the event lives or dies with `tx`. A relay takes it once it
+    /// is committed; to have it dispatched at once, hand the answer to
+    /// [`dispatch`](Self::dispatch) after the commit, or publish through [`begin`](Self::begin).
     ///
     /// # A second publish of a key waits for the first one's commit
     ///
@@ -213,6 +213,10 @@ impl<S: Store> Outbox<S> {
     /// Returns [`DirectError`] if there is no handler, the event cannot be written as JSON, or the
     /// handler failed, panicked or overran its timeout.
     ///
+    /// # Panics
+    ///
+    /// Panics outside of a Tokio runtime.
+    ///
     /// # Cancel safety
     ///
     /// Dropping the future drops the handler's.
@@ -261,7 +265,8 @@ impl<S: Store> Outbox<S> {
     ///
     /// A hint that saves up to one poll interval after the commit of the caller's own transaction;
     /// [`OutboxTx::commit`] does it by itself. Outside of a transaction and off the publisher's
-    /// path: at most one notification per 2 ms leaves the process.
+    /// path: at most one notification per 2 ms leaves the process, and none before its background
+    /// has started.
     pub fn wake(&self) {
         if let Some(engine) = self.inner.engine.get() {
             engine.shared.wake.everyone();
@@ -275,6 +280,14 @@ impl<S: Store> Outbox<S> {
     /// # Errors
     ///
     /// Returns the store's error.
+    ///
+    /// # Panics
+    ///
+    /// Panics outside of a Tokio runtime.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future loses nothing but the answer.
     pub async fn find(&self, id: EventId) -> Result<Option<EventRecord>, StoreError> {
         let engine = self.engine()?;
         let _one_at_a_time = self.inner.finding.lock().await;

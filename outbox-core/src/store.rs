@@ -4,6 +4,9 @@
 //! long to wait, what is poison comes to it as an [`Outcome`]. The promises that concern it are
 //! numbered in [`Store`]; the contract suite in `testing::contract` checks each of them on every
 //! store.
+//!
+//! One long file, because whoever writes a store reads the trait and every type it speaks of
+//! together.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -43,9 +46,10 @@ use crate::outcome::{DeadReason, ErrorText, Outcome};
 /// - **P13** Every time stored or compared is the database's own.
 /// - **P17** [`purge`](Self::purge) removes only what is settled and past its retention.
 ///
-/// Every method but those that take the caller's connection comes back within the store's own
-/// statement deadline, with a transient error if the database does not answer, and is never
-/// dropped half way by the framework.
+/// Every method but those of a publisher's transaction ([`begin`](Self::begin),
+/// [`commit`](Self::commit), [`rollback`](Self::rollback), [`insert`](Self::insert)) comes back
+/// within the store's own statement deadline, with a transient error if the database does not
+/// answer, and is never dropped half way by the framework.
 pub trait Store: Clone + Send + Sync + 'static {
     /// The connection a publish writes through.
     type Connection: Send;
@@ -704,7 +708,7 @@ impl fmt::Display for StoreError {
                 f.write_str("the outbox schema is newer than this program")?;
             }
             StoreErrorKind::Denied => f.write_str("not permitted by the database")?,
-            StoreErrorKind::Other => f.write_str("the database refused")?,
+            StoreErrorKind::Other => f.write_str("the store failed")?,
         }
         write!(f, " (while trying to {})", self.doing)
     }

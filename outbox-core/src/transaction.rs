@@ -149,6 +149,10 @@ impl<S: Store> OutboxTx<S> {
     ///
     /// Returns the store's error. The transaction is rolled back all the same, by the database,
     /// when its connection ends.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future rolls back all the same.
     pub async fn rollback(mut self) -> Result<(), StoreError> {
         self.published = 0;
         match self.tx.take() {

@@ -115,6 +115,10 @@ impl<S: Store> RelayBuilder<S> {
     /// Returns [`RelayError`] if a setting is out of bounds, if the outbox has no handlers or has a
     /// relay already, or if the check found something that waiting does not mend.
     ///
+    /// # Panics
+    ///
+    /// Panics outside of a Tokio runtime.
+    ///
     /// # Cancel safety
     ///
     /// Dropping the future starts nothing.

@@ -157,6 +157,11 @@ impl PgStore {
     /// # Errors
     ///
     /// Whatever the database reports.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future leaves the old UUID or a new one, and this process may go on with the
+    /// old one either way: draw another before anything is published.
     pub async fn renew_installation(&self) -> Result<Uuid, StoreError> {
         let id = Uuid::new_v4();
         let query = Query::new(&self.sql().renew_installation).bind(PgUuid(id));

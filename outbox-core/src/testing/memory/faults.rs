@@ -146,8 +146,8 @@ impl MemoryStore {
         self.shared.faults.plan().refused_errors.push(text.into());
     }
 
-    /// Makes claims and renewals skip `row`, and settlements and releases that name it fail with an error of
-    /// kind [`Locked`](StoreErrorKind::Locked), as they do while somebody has locked it.
+    /// Makes claims and renewals skip `row`, and settlements and releases that name it fail with an
+    /// error of kind [`Locked`](StoreErrorKind::Locked), as they do while somebody has locked it.
     pub fn lock_row(&self, row: i64) {
         self.shared.database().locked.insert(row);
     }

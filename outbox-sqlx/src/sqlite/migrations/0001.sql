@@ -1,5 +1,6 @@
 -- Events that are not settled, and nothing else. The number of a row that was committed never comes
--- again (AUTOINCREMENT), because an event id outlives its row. Times are microseconds since the epoch.
+-- again (AUTOINCREMENT), because an event id outlives its row. Times are microseconds since the
+-- epoch.
 CREATE TABLE {events} (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     name TEXT NOT NULL CHECK (name <> ''),
