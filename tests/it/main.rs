@@ -17,6 +17,8 @@
 //! examples      the programs a newcomer runs first
 //! ```
 
+// Each is `cfg(test)`, which a test always is, because that is where clippy allows an `unwrap` in a
+// function that is no test itself.
 #[cfg(test)]
 mod events;
 #[cfg(test)]
