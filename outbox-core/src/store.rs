@@ -490,11 +490,38 @@ pub struct SweepRequest<'a> {
 #[derive(Clone, Debug, Default)]
 pub struct SweepChunk {
     /// Rows whose lease had expired with no attempt left, now held under the sweep's token.
-    pub exhausted: Vec<Claimed>,
+    pub exhausted: Vec<Exhausted>,
     /// How many rows of each name this process does not know.
     pub unhandled: Vec<(String, u64)>,
     /// Where the next chunk begins. `None` after the last.
     pub next: Option<i64>,
+}
+
+/// A row with no attempt left, held until it is settled as dead. Without its payload: no handler
+/// runs, and a chunk of large ones would fill memory with what nobody reads.
+#[derive(Clone, Debug)]
+pub struct Exhausted {
+    /// Its id.
+    pub id: EventId,
+    /// The token of the sweep.
+    pub token: LeaseToken,
+    /// The event type's stable name.
+    pub name: String,
+    /// Which attempt was its last.
+    pub attempt: NonZeroU32,
+    /// After how many attempts it becomes a dead letter.
+    pub max_attempts: NonZeroU32,
+}
+
+impl Exhausted {
+    /// The row and its token.
+    #[must_use]
+    pub fn lease(&self) -> HeldLease {
+        HeldLease {
+            row: self.id.row(),
+            token: self.token,
+        }
+    }
 }
 
 /// Everything the outbox knows about one event, wherever it is kept.

@@ -454,7 +454,7 @@ async fn a_claim_given_back_costs_nothing_and_is_due_at_once() {
         );
     }
     let seen = record(&store, row).await;
-    assert_eq!((seen.attempts, seen.due_at), (1, None));
+    assert_eq!((seen.attempts, seen.state), (1, EventState::Failed));
     assert_eq!(seen.failures.len(), 1);
 }
 

@@ -110,6 +110,10 @@ impl Held {
         state.is_some()
     }
 
+    pub(crate) fn is_running(&self, lease: HeldLease) -> bool {
+        matches!(self.lock().get(&lease), Some(State::Running(_)))
+    }
+
     /// Moves the trust window: the lease was extended by a statement sent at `sent_at`.
     pub(crate) fn extend(&self, held: HeldLease, sent_at: Instant, lease: Duration) {
         let mut states = self.lock();
@@ -175,6 +179,11 @@ impl Held {
     /// Waits until nothing is running. Outcomes may still be on their way.
     pub(crate) async fn none_running(&self) {
         self.wait_for(|held| held.running().is_empty()).await;
+    }
+
+    /// Waits until nothing is held.
+    pub(crate) async fn empty(&self) {
+        self.wait_for(|held| held.lock().is_empty()).await;
     }
 
     /// Waits until something is held.

@@ -66,7 +66,12 @@ async fn renew<S: Store>(shared: &Shared<S>, leases: &[HeldLease]) {
                     Renewal::Renewed => {
                         shared.held.extend(*lease, sent_at, shared.settings.lease);
                     }
-                    Renewal::Lost => lose(shared, *lease, "its lease is somebody else's"),
+                    // One that is being settled is gone because it was: the settlement's own answer
+                    // tells.
+                    Renewal::Lost if shared.held.is_running(*lease) => {
+                        lose(shared, *lease, "its lease is somebody else's");
+                    }
+                    Renewal::Lost => {}
                     // Whoever has locked the row may be settling it for us.
                     Renewal::Unknown => {}
                 }

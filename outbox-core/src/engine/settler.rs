@@ -17,7 +17,7 @@ use crate::event::EventId;
 use crate::lease::HeldLease;
 use crate::outcome::{ErrorText, Outcome};
 use crate::settled::SettledEvent;
-use crate::store::{Claimed, Settled, Settlement, Store, StoreErrorKind};
+use crate::store::{Claimed, Exhausted, Settled, Settlement, Store, StoreErrorKind};
 
 /// How long the first outcome of a batch waits for others.
 const LINGER: Duration = Duration::from_millis(2);
@@ -44,6 +44,15 @@ pub(crate) struct About {
 }
 
 impl About {
+    pub(crate) fn exhausted(row: &Exhausted) -> Self {
+        Self {
+            id: row.id,
+            name: row.name.as_str().into(),
+            attempt: row.attempt,
+            max_attempts: row.max_attempts,
+        }
+    }
+
     pub(crate) fn claimed(claimed: &Claimed) -> Self {
         Self {
             id: claimed.id,
@@ -70,7 +79,8 @@ pub(crate) enum Ending {
         at: Instant,
         waiter: Waiter,
     },
-    /// Answers when everything sent before it is stored or given up.
+    /// Answers when everything sent before it is stored, given up or, unless this is a shutdown,
+    /// parked.
     Flush(oneshot::Sender<()>),
 }
 
@@ -188,7 +198,8 @@ async fn record<S: Store>(shared: &Shared<S>, batch: Vec<Ending>, parked: &mut P
     settlements.sort_unstable_by_key(|(settlement, ..)| settlement.lease);
     settle(shared, settlements, parked).await;
     release(shared, releases).await;
-    if !flushes.is_empty() {
+    if !flushes.is_empty() && shared.stopping.is_cancelled() {
+        // A last try: there is no later one.
         for pending in std::mem::take(parked).pending {
             settle(shared, vec![pending], parked).await;
         }

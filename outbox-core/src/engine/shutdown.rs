@@ -77,9 +77,13 @@ impl<S: Store> Engine<S> {
                 }
             }
         }
-        let flushed = tokio::time::timeout_at(at.ended, shared.flush())
-            .await
-            .is_ok();
+        let stored = async {
+            shared.flush().await;
+            // A run announces its end a moment before its outcome is sent, and a row that is locked
+            // is tried again.
+            shared.held.empty().await;
+        };
+        let flushed = tokio::time::timeout_at(at.ended, stored).await.is_ok();
 
         let held = shared.held.all();
         // Nobody renews them from here on: their leases end.

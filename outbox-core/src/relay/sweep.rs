@@ -71,12 +71,12 @@ async fn sweep<S: Store>(parts: &RelayParts<S>) -> Result<(), StoreError> {
         };
         let chunk = shared.store.sweep(&request).await?;
         let any_exhausted = !chunk.exhausted.is_empty();
-        for claimed in chunk.exhausted {
+        for row in chunk.exhausted {
             // Nothing runs, so nothing is held: were this process to die here, the lease would
             // end and the next sweep find the row again.
             shared.end(Ending::Settle {
-                lease: claimed.lease(),
-                about: About::claimed(&claimed),
+                lease: row.lease(),
+                about: About::exhausted(&row),
                 outcome: Outcome::Dead {
                     reason: DeadReason::LeaseExpired,
                     error: ErrorText::new(&LEASE_ENDED),

@@ -1,7 +1,7 @@
 //! Claiming: taking due events under a lease.
 
 use outbox_core::event::Priority;
-use outbox_core::store::{ClaimRequest, Claimed, LEASE_ENDED, StoreError};
+use outbox_core::store::{ATTEMPTS_KEPT, ClaimRequest, Claimed, LEASE_ENDED, StoreError};
 
 use super::PgStore;
 use super::query::{PgUuid, Query, interval};
@@ -48,11 +48,11 @@ const LAPSE_RECORDED: &str = "
         ))
     END";
 
-/// `failures` with room for one more: the oldest goes when there are ten.
-pub(super) const FAILURES_SHORTENED: &str = "
+/// `failures` with room for one more: the oldest goes when there are as many as are kept.
+const FAILURES_SHORTENED: &str = "
         CASE
             WHEN event.failures IS NULL THEN '[]'::jsonb
-            WHEN jsonb_array_length(event.failures) >= 10 THEN event.failures - 0
+            WHEN jsonb_array_length(event.failures) >= {attempts_kept} THEN event.failures - 0
             ELSE event.failures
         END";
 
@@ -178,9 +178,13 @@ fn taking(selection: &str) -> String {
         .replace("{lapse_recorded}", &lapse_recorded())
 }
 
+pub(super) fn failures_shortened() -> String {
+    FAILURES_SHORTENED.replace("{attempts_kept}", &ATTEMPTS_KEPT.to_string())
+}
+
 fn lapse_recorded() -> String {
     LAPSE_RECORDED
-        .replace("{failures_shortened}", FAILURES_SHORTENED)
+        .replace("{failures_shortened}", &failures_shortened())
         .replace("{lease_ended}", LEASE_ENDED)
 }
 

@@ -18,6 +18,7 @@ use uuid::Uuid;
 
 use super::PgStore;
 use super::query::{PgUuid, Query, interval};
+use super::row::unreadable;
 use super::sqlstate::failed;
 
 const DOING: &str = "publish events";
@@ -265,7 +266,8 @@ async fn look_up(
         let state: String = read(row, 3)?;
         let existing = Existing {
             id: EventId::new(installation, read(row, 2)?),
-            state: EventState::parse(&state).unwrap_or(EventState::Pending),
+            state: EventState::parse(&state)
+                .ok_or_else(|| failed(DOING, unreadable("an unknown state")))?,
             output: read(row, 4)?,
         };
         holders.insert((read::<String>(row, 0)?, read::<String>(row, 1)?), existing);

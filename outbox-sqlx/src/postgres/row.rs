@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime};
 
 use outbox_core::event::{EventId, Priority};
 use outbox_core::lease::LeaseToken;
-use outbox_core::store::{Claimed, EventRecord, EventState, Failure};
+use outbox_core::store::{Claimed, EventRecord, EventState, Exhausted, Failure};
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 use uuid::Uuid;
@@ -38,6 +38,21 @@ pub(super) fn claimed(
         attempt: count(row.try_get(7)?)?,
         max_attempts: count(row.try_get(8)?)?,
         created_at: time(row.try_get(9)?),
+    })
+}
+
+/// A row of a sweep: id, name, attempts, max attempts.
+pub(super) fn exhausted(
+    row: &PgRow,
+    installation: Uuid,
+    token: LeaseToken,
+) -> Result<Exhausted, sqlx::Error> {
+    Ok(Exhausted {
+        id: EventId::new(installation, row.try_get(0)?),
+        token,
+        name: row.try_get(1)?,
+        attempt: count(row.try_get(2)?)?,
+        max_attempts: count(row.try_get(3)?)?,
     })
 }
 
@@ -124,6 +139,6 @@ fn count(stored: i32) -> Result<NonZeroU32, sqlx::Error> {
 }
 
 /// The table's constraints forbid all of these, so they mean that somebody dropped one.
-fn unreadable(what: &'static str) -> sqlx::Error {
+pub(super) fn unreadable(what: &'static str) -> sqlx::Error {
     sqlx::Error::Decode(what.into())
 }

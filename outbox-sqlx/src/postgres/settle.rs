@@ -4,7 +4,7 @@ use outbox_core::outcome::Outcome;
 use outbox_core::store::{Settled, Settlement, StoreError};
 
 use super::PgStore;
-use super::claim::FAILURES_SHORTENED;
+use super::claim::failures_shortened;
 use super::query::{Query, interval};
 use super::renew::{IS_HELD, answers, holding, waves};
 use super::sqlstate::failed;
@@ -122,7 +122,7 @@ pub(super) fn dead_template() -> String {
 fn recording(template: &str) -> String {
     template
         .replace("{failure_recorded}", FAILURE_RECORDED)
-        .replace("{failures_shortened}", FAILURES_SHORTENED)
+        .replace("{failures_shortened}", &failures_shortened())
         .replace("{is_held}", IS_HELD)
 }
 

@@ -7,7 +7,7 @@ use sqlx::postgres::PgRow;
 use super::PgStore;
 use super::claim::LEASE_IS_FREE;
 use super::query::{PgUuid, Query, interval};
-use super::row::{CLAIMED_COLUMNS, claimed};
+use super::row::exhausted;
 use super::sqlstate::failed;
 
 const DOING: &str = "sweep";
@@ -33,6 +33,7 @@ const LOOK: &str = "
 /// - Whatever its name: dead-lettering a row needs no handler.
 /// - `claimed_by` keeps the last holder, if there was one: it is the one that failed, and the
 ///   settlement records the failure under that name.
+/// - Not the payload: nobody reads it, and a chunk of large ones would fill memory.
 /// - No attempt is charged. `attempts` already is at its limit, and no handler will be started.
 /// - A row without a lease counts as well: none should be here without an attempt left, and if one
 ///   is, neither a claim nor anything else would ever find it.
@@ -47,7 +48,7 @@ const TAKE: &str = "
         ORDER BY id
         FOR UPDATE SKIP LOCKED
     ))
-    RETURNING {claimed_columns}
+    RETURNING event.id, event.name, event.attempts, event.max_attempts
 ";
 
 pub(super) fn look_template() -> String {
@@ -56,7 +57,6 @@ pub(super) fn look_template() -> String {
 
 pub(super) fn take_template() -> String {
     TAKE.replace("{lease_is_free}", LEASE_IS_FREE)
-        .replace("{claimed_columns}", CLAIMED_COLUMNS)
 }
 
 pub(super) async fn sweep(
@@ -86,7 +86,7 @@ pub(super) async fn sweep(
         let rows = store.ask(DOING, take(store, request, last)).await?;
         chunk.exhausted = rows
             .iter()
-            .map(|row| claimed(row, installation, request.token))
+            .map(|row| exhausted(row, installation, request.token))
             .collect::<Result<_, _>>()
             .map_err(|error| failed(DOING, error))?;
     }

@@ -119,12 +119,11 @@ fn take() -> String {
 /// Records the attempt whose lease is being taken over, under the instance that held it.
 ///
 /// A right-hand side reads the row as it was: these are the attempt and instance of the old lease.
-/// An attempt that was recorded already (by a sweep whose own lease then ended) is not again.
-pub(super) fn lapsed() -> String {
+fn lapsed() -> String {
     let append = append_failure(&format!("'{LEASE_ENDED}'"));
     format!(
         "failures = CASE
-            WHEN lease_token IS NULL OR failures ->> '$[#-1].attempt' = attempts THEN failures
+            WHEN lease_token IS NULL THEN failures
             ELSE {append}
         END"
     )

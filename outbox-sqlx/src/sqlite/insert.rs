@@ -95,7 +95,8 @@ pub(super) fn insert_many() -> String {
 ///   kept. The event itself is looked at only while it is not settled.
 /// - Not the view: SQLite does not carry a number of each row into its three tables, and reads all
 ///   of them instead.
-/// - A key without an event reads `pending`: somebody deleted the row by hand.
+/// - A key without an event reads `dead_letter`: somebody deleted the row by hand, and nobody will
+///   handle it any more.
 pub(super) const EXISTING: &str = "
     SELECT
         wanted.key AS position,
@@ -103,7 +104,7 @@ pub(super) const EXISTING: &str = "
         coalesce(
             taken.state,
             (SELECT {status} FROM {events} WHERE id = taken.event_id),
-            'pending'
+            'dead_letter'
         ) AS state,
         taken.output,
         (SELECT uuid FROM {installation}) AS installation

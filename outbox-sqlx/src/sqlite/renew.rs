@@ -33,13 +33,12 @@ pub(super) const RENEW: &str = "
 
 /// Gives the claims `?1` back.
 ///
-/// - `due_at = NULL`: a retry that was claimed had waited long enough, and is due at once.
+/// - `due_at` is left as it is: what had waited long enough is due, and no index entry is moved.
 /// - The attempt is taken back, for its handler never started. `max` keeps a row that was altered
 ///   by hand from being refused by its own constraint.
 pub(super) const RELEASE: &str = "
     UPDATE {events} AS event
     SET attempts = max(attempts - 1, 0),
-        due_at = NULL,
         lease_token = NULL,
         lease_expires_at = NULL,
         claimed_by = NULL

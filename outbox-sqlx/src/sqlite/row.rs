@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 use outbox_core::DURATION_MAX;
 use outbox_core::event::{EventId, Priority};
 use outbox_core::lease::{HeldLease, LeaseToken};
-use outbox_core::store::Claimed;
+use outbox_core::store::{Claimed, Exhausted};
 use serde_json::{Value, json};
 use sqlx::error::BoxDynError;
 use sqlx::sqlite::SqliteRow;
@@ -36,6 +36,17 @@ pub(super) fn claimed(row: &SqliteRow, token: LeaseToken) -> Result<Claimed, sql
         attempt: at_least_one(row, "attempts")?,
         max_attempts: at_least_one(row, "max_attempts")?,
         created_at: time(row.try_get("created_at")?),
+    })
+}
+
+/// A row of a sweep.
+pub(super) fn exhausted(row: &SqliteRow, token: LeaseToken) -> Result<Exhausted, sqlx::Error> {
+    Ok(Exhausted {
+        id: event_id(row)?,
+        token,
+        name: text(row, "name")?,
+        attempt: at_least_one(row, "attempts")?,
+        max_attempts: at_least_one(row, "max_attempts")?,
     })
 }
 

@@ -165,7 +165,7 @@ impl Statements {
             release: table.statement(renew::RELEASE),
             sweep_chunk: table.statement(sweep::CHUNK),
             sweep_names: table.statement(sweep::NAMES),
-            sweep_claim: table.statement(&sweep::claim()),
+            sweep_claim: table.statement(sweep::CLAIM),
             purge_history: table.statement(purge::HISTORY),
             purge_keys: table.statement(purge::KEYS),
             find: table.statement(find::FIND),

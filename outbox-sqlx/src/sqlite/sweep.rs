@@ -3,7 +3,7 @@
 use outbox_core::store::{SweepChunk, SweepRequest};
 use sqlx::{Row, SqliteConnection};
 
-use super::row::{CLAIMED_COLUMNS, claimed, micros, names_json, text, token_text};
+use super::row::{exhausted, micros, names_json, text, token_text};
 use super::sql::{Statements, safe};
 
 /// How many rows the chunk after `?1` of at most `?2` has, and the last of them.
@@ -27,22 +27,21 @@ pub(super) const NAMES: &str = "
 /// - `lease_expires_at IS NULL`: a row that ran out of attempts without a lease is not one the
 ///   framework writes, but somebody may lower `max_attempts` by hand; a claim never takes it, so
 ///   the sweep must.
+/// - Not the payload: nobody reads it, and a chunk of large ones would fill memory.
 /// - No attempt is charged: no handler will run.
 /// - No condition on the name: a dead letter needs no handler.
 /// - `claimed_by` keeps the last holder, if there was one: it is the one that failed, and the
 ///   settlement records the failure under that name.
-pub(super) fn claim() -> String {
-    format!(
-        "UPDATE {{events}}
-        SET lease_token = ?4,
-            lease_expires_at = {{now}} + ?3,
-            claimed_by = coalesce(claimed_by, ?5)
-        WHERE id > ?1 AND id <= ?2
-            AND attempts >= max_attempts
-            AND (lease_expires_at IS NULL OR lease_expires_at <= {{now}})
-        RETURNING {CLAIMED_COLUMNS}"
-    )
-}
+pub(super) const CLAIM: &str = "
+    UPDATE {events}
+    SET lease_token = ?4,
+        lease_expires_at = {now} + ?3,
+        claimed_by = coalesce(claimed_by, ?5)
+    WHERE id > ?1 AND id <= ?2
+        AND attempts >= max_attempts
+        AND (lease_expires_at IS NULL OR lease_expires_at <= {now})
+    RETURNING id, name, attempts, max_attempts, (SELECT uuid FROM {installation}) AS installation
+";
 
 pub(super) async fn run(
     connection: &mut SqliteConnection,
@@ -72,7 +71,7 @@ pub(super) async fn run(
         unhandled.push((text(row, "name")?, rows));
     }
 
-    let exhausted = sqlx::query(safe(&statements.sweep_claim))
+    let taken = sqlx::query(safe(&statements.sweep_claim))
         .bind(request.after)
         .bind(last)
         .bind(micros(request.lease))
@@ -81,9 +80,9 @@ pub(super) async fn run(
         .fetch_all(&mut *connection)
         .await?;
     Ok(SweepChunk {
-        exhausted: exhausted
+        exhausted: taken
             .iter()
-            .map(|row| claimed(row, request.token))
+            .map(|row| exhausted(row, request.token))
             .collect::<Result<_, _>>()?,
         unhandled,
         next: full.then_some(last),

@@ -6,7 +6,7 @@ use std::time::SystemTime;
 
 use super::database::{Database, Row};
 use crate::lease::LeaseToken;
-use crate::store::{ClaimRequest, Claimed, LEASE_ENDED, SweepChunk, SweepRequest};
+use crate::store::{ClaimRequest, Claimed, Exhausted, LEASE_ENDED, SweepChunk, SweepRequest};
 
 impl Database {
     pub(super) fn claim(&mut self, request: &ClaimRequest<'_>, now: SystemTime) -> Vec<Claimed> {
@@ -57,7 +57,13 @@ impl Database {
                 let holder = row.columns.claimed_by.clone();
                 let holder = holder.as_deref().unwrap_or(request.instance);
                 hold(row, request.token, holder, now + request.lease);
-                chunk.exhausted.extend(row.claimed());
+                chunk.exhausted.extend(row.claimed().map(|row| Exhausted {
+                    id: row.id,
+                    token: row.token,
+                    name: row.name,
+                    attempt: row.attempt,
+                    max_attempts: row.max_attempts,
+                }));
             }
             if !request.names.contains(&row.columns.name.as_str()) {
                 *unhandled.entry(row.columns.name.as_str()).or_default() += 1;
