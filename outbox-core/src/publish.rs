@@ -11,7 +11,6 @@ use std::time::Duration;
 use crate::DURATION_MAX;
 use crate::event::{EventId, OutboxEvent, Priority};
 use crate::key::stored_key;
-use crate::registry::max_attempts;
 use crate::settings::Settings;
 use crate::store::{EventState, Existing, Insertion, NewEvent, StoreError};
 
@@ -376,7 +375,7 @@ pub(crate) fn prepare<E: OutboxEvent>(
             delay: options.delay,
         });
     }
-    let max_attempts = max_attempts::<E>(settings.max_attempts);
+    let max_attempts = E::MAX_ATTEMPTS.unwrap_or(settings.max_attempts);
     let retention = E::RETENTION.unwrap_or(settings.retention);
     if i32::try_from(max_attempts.get()).is_err()
         || i32::try_from(E::VERSION.get()).is_err()

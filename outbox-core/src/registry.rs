@@ -6,7 +6,6 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::marker::PhantomData;
-use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -159,6 +158,8 @@ pub enum BuildError {
         setting: &'static str,
         /// What it was set to.
         value: u32,
+        /// The most it may be.
+        max: u32,
     },
     /// A span is out of its bounds.
     InvalidDuration {
@@ -205,7 +206,14 @@ impl fmt::Display for BuildError {
                 f,
                 "the handler of `{event}` may run {timeout:?}, longer than the lease of {lease:?}"
             ),
-            Self::InvalidCount { setting, value } => write!(f, "`{setting}` cannot be {value}"),
+            Self::InvalidCount {
+                setting,
+                value,
+                max,
+            } => write!(
+                f,
+                "`{setting}` cannot be {value}: it must be from 1 to {max}"
+            ),
             Self::InvalidDuration {
                 setting,
                 value,
@@ -228,7 +236,64 @@ impl fmt::Display for BuildError {
 
 impl std::error::Error for BuildError {}
 
-/// The attempts of `E` when it is published by an outbox whose setting is `default`.
-pub(crate) fn max_attempts<E: OutboxEvent>(default: NonZeroU32) -> NonZeroU32 {
-    E::MAX_ATTEMPTS.unwrap_or(default)
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::HandlerError;
+    use crate::settings::Draft;
+
+    macro_rules! events {
+        ($($event:ident: $name:literal, $timeout:expr;)+) => {$(
+            #[derive(serde::Deserialize, serde::Serialize)]
+            struct $event;
+
+            impl OutboxEvent for $event {
+                type Output = ();
+                const NAME: &'static str = $name;
+                const TIMEOUT: Option<Duration> = $timeout;
+            }
+        )+};
+    }
+
+    events! {
+        Placed: "order.placed", None;
+        AlsoPlaced: "order.placed", None;
+        Slow: "slow", Some(Duration::from_secs(61));
+    }
+
+    fn registration<E: OutboxEvent<Output = ()>>() -> Registration {
+        Registration::new::<E>(|_: E| async { Ok::<_, HandlerError>(()) })
+    }
+
+    #[track_caller]
+    fn check_refused(registrations: Vec<Registration>, expected: &str) {
+        let settings = Draft::default().check().unwrap();
+        match Registry::build(registrations, &settings) {
+            Ok(_) => panic!("built"),
+            Err(error) => assert_eq!(error.to_string(), expected),
+        }
+    }
+
+    #[test]
+    fn one_name_has_one_handler_and_the_error_names_both_types() {
+        check_refused(
+            vec![registration::<Placed>(), registration::<AlsoPlaced>()],
+            "event `order.placed` already has a handler for \
+             `outbox_core::registry::tests::Placed`, so \
+             `outbox_core::registry::tests::AlsoPlaced` needs another name",
+        );
+        check_refused(
+            vec![registration::<Placed>(), registration::<Placed>()],
+            "event `order.placed` already has a handler for \
+             `outbox_core::registry::tests::Placed`",
+        );
+    }
+
+    #[test]
+    fn a_handler_may_not_run_longer_than_the_lease() {
+        check_refused(
+            vec![registration::<Slow>()],
+            "the handler of `slow` may run 61s, longer than the lease of 60s",
+        );
+    }
 }

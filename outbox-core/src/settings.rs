@@ -118,27 +118,13 @@ impl Draft {
                 instance: self.instance,
             });
         }
-        if self.lease < LEASE_MIN || self.lease > LEASE_MAX {
-            return Err(BuildError::InvalidDuration {
-                setting: "lease",
-                value: self.lease,
-                min: LEASE_MIN,
-                max: LEASE_MAX,
-            });
-        }
+        let lease = bounded("lease", self.lease, LEASE_MIN, LEASE_MAX)?;
         let timeout = duration("handler_timeout", self.timeout, Duration::from_millis(1))?;
         let inline_lease = self
             .inline
             .lease
-            .unwrap_or_else(|| std::cmp::min(self.lease, INLINE_LEASE));
-        if inline_lease < LEASE_MIN || inline_lease > self.lease {
-            return Err(BuildError::InvalidDuration {
-                setting: "inline_lease",
-                value: inline_lease,
-                min: LEASE_MIN,
-                max: self.lease,
-            });
-        }
+            .unwrap_or(std::cmp::min(lease, INLINE_LEASE));
+        let inline_lease = bounded("inline_lease", inline_lease, LEASE_MIN, lease)?;
         let inline = InlineSettings {
             on: self.inline.on,
             concurrency: count("inline_concurrency", self.inline.concurrency)?,
@@ -149,11 +135,12 @@ impl Draft {
             return Err(BuildError::InvalidCount {
                 setting: "max_payload_bytes",
                 value: 0,
+                max: u32::MAX,
             });
         }
         Ok(Settings {
             instance: self.instance.into(),
-            lease: self.lease,
+            lease,
             timeout,
             backoff: self.backoff,
             max_attempts: attempts("max_attempts", self.max_attempts)?,
@@ -169,34 +156,49 @@ impl Draft {
 
 /// A count from 1 to [`CONCURRENCY_MAX`].
 pub(crate) fn count(setting: &'static str, value: u32) -> Result<NonZeroU32, BuildError> {
-    NonZeroU32::new(value)
-        .filter(|count| count.get() <= CONCURRENCY_MAX)
-        .ok_or(BuildError::InvalidCount { setting, value })
+    at_most(CONCURRENCY_MAX, setting, value)
 }
 
 /// A number of attempts that fits the column.
 pub(crate) fn attempts(setting: &'static str, value: u32) -> Result<NonZeroU32, BuildError> {
+    at_most(i32::MAX.unsigned_abs(), setting, value)
+}
+
+fn at_most(max: u32, setting: &'static str, value: u32) -> Result<NonZeroU32, BuildError> {
     NonZeroU32::new(value)
-        .filter(|count| i32::try_from(count.get()).is_ok())
-        .ok_or(BuildError::InvalidCount { setting, value })
+        .filter(|count| count.get() <= max)
+        .ok_or(BuildError::InvalidCount {
+            setting,
+            value,
+            max,
+        })
 }
 
 /// A span from `min` to [`DURATION_MAX`].
-pub(crate) fn duration(
+fn duration(setting: &'static str, value: Duration, min: Duration) -> Result<Duration, BuildError> {
+    bounded(setting, value, min, DURATION_MAX)
+}
+
+/// A span from `min` to `max`.
+pub(crate) fn bounded(
     setting: &'static str,
     value: Duration,
     min: Duration,
+    max: Duration,
 ) -> Result<Duration, BuildError> {
-    if value < min || value > DURATION_MAX {
+    if value < min || value > max {
         return Err(BuildError::InvalidDuration {
             setting,
             value,
             min,
-            max: DURATION_MAX,
+            max,
         });
     }
     Ok(value)
 }
+
+/// How much of the host's name is kept, so that an instance name stays within its limit.
+const HOST_MAX: usize = 100;
 
 /// `<host>:<process id>`, as an operator reads it in `claimed_by`.
 ///
@@ -206,11 +208,9 @@ fn default_instance() -> String {
     let host = gethostname::gethostname()
         .to_string_lossy()
         .replace('\0', "");
-    let host: String = host.chars().take(64).collect();
-    let host = if host.is_empty() || host.len() > 100 {
-        "host".to_owned()
-    } else {
-        host
+    let host = match host.floor_char_boundary(HOST_MAX) {
+        0 => "host",
+        end => &host[..end],
     };
     format!("{host}:{}", std::process::id())
 }
@@ -233,14 +233,17 @@ mod tests {
 
     #[test]
     fn a_refused_setting_is_repeated_in_the_error() {
-        check_refused(|d| d.max_attempts = 0, "`max_attempts` cannot be 0");
+        check_refused(
+            |d| d.max_attempts = 0,
+            "`max_attempts` cannot be 0: it must be from 1 to 2147483647",
+        );
         check_refused(
             |d| d.lease = Duration::from_millis(10),
             "`lease` cannot be 10ms: it must be from 1s to 86400s",
         );
         check_refused(
             |d| d.inline.concurrency = 0,
-            "`inline_concurrency` cannot be 0",
+            "`inline_concurrency` cannot be 0: it must be from 1 to 10000",
         );
         check_refused(
             |d| d.instance = String::new(),

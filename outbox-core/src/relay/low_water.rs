@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use crate::event::Priority;
 use crate::store::{Claimed, LowWater};
 
 /// How long a row below the mark may wait for a look from the beginning.
@@ -60,15 +61,13 @@ impl Marks {
                     .iter()
                     .any(|c| !c.waited && c.id.row() < self.marks.of(c.priority));
         }
-        let mut smallest = [(crate::Priority::Normal, i64::MAX); 4];
-        for (entry, priority) in smallest.iter_mut().zip(crate::Priority::DESCENDING) {
+        for priority in Priority::DESCENDING {
             let rows = claimed
                 .iter()
                 .filter(|c| !c.waited && c.priority == priority);
-            *entry = (priority, rows.map(|c| c.id.row()).min().unwrap_or(0));
-        }
-        for (priority, row) in smallest {
-            self.marks.raise(priority, row);
+            if let Some(smallest) = rows.map(|c| c.id.row()).min() {
+                self.marks.raise(priority, smallest);
+            }
         }
         if !look.full && !full_batch {
             // Nothing more above the marks: there may be something below.
@@ -85,8 +84,8 @@ mod tests {
     use uuid::Uuid;
 
     use super::*;
+    use crate::EventId;
     use crate::lease::LeaseToken;
-    use crate::{EventId, Priority};
 
     fn claimed(row: i64) -> Claimed {
         Claimed {

@@ -126,8 +126,8 @@ impl<S: Store> RelayBuilder<S> {
         let Self { outbox, draft } = self;
         let concurrency = settings::count("concurrency", draft.concurrency)?;
         let batch = settings::count("batch", draft.batch)?;
-        let poll = bounded("poll_interval", draft.poll, Duration::from_millis(10), HOUR)?;
-        let sweep = bounded(
+        let poll = settings::bounded("poll_interval", draft.poll, Duration::from_millis(10), HOUR)?;
+        let sweep = settings::bounded(
             "sweep_interval",
             draft.sweep,
             Duration::from_millis(100),
@@ -167,23 +167,6 @@ impl<S: Store> RelayBuilder<S> {
 }
 
 const HOUR: Duration = Duration::from_secs(60 * 60);
-
-fn bounded(
-    setting: &'static str,
-    value: Duration,
-    min: Duration,
-    max: Duration,
-) -> Result<Duration, BuildError> {
-    if value < min || value > max {
-        return Err(BuildError::InvalidDuration {
-            setting,
-            value,
-            min,
-            max,
-        });
-    }
-    Ok(value)
-}
 
 async fn check<S: Store>(engine: &Engine<S>) -> Result<(), RelayError> {
     match engine.ask(|store| async move { store.check().await }).await {

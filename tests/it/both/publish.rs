@@ -15,6 +15,7 @@ on_both_databases! {
     p1_an_event_lives_and_dies_with_its_transaction
     p2_a_duplicate_leaves_the_callers_transaction_usable
     p2_a_refused_event_leaves_the_callers_transaction_usable
+    p2_a_payload_nested_too_deeply_is_refused_before_it_can_abort_the_transaction
     p3_of_many_concurrent_publishers_of_one_key_one_gets_its_event_in
     p3_nobody_is_told_duplicate_because_of_a_transaction_that_rolled_back
     p3_a_key_outlives_its_event_when_nothing_else_is_kept
@@ -117,6 +118,27 @@ async fn p2_a_refused_event_leaves_the_callers_transaction_usable<D: Database>(d
     let kept = outbox.find(kept.event_id()).await.unwrap().unwrap();
     let read: Text = serde_json::from_str(&kept.payload).unwrap();
     assert_eq!(read.text, "a\\u0000b ✓");
+}
+
+async fn p2_a_payload_nested_too_deeply_is_refused_before_it_can_abort_the_transaction<
+    D: Database,
+>(
+    db: &D,
+) {
+    let nested =
+        |levels| (1..levels).fold(serde_json::json!([]), |inner, _| serde_json::json!([inner]));
+    let outbox = publisher(db);
+    let mut tx = outbox.begin().await.unwrap();
+    let refused = tx.publish(&Json(nested(128))).await.unwrap_err();
+    assert_eq!(
+        refused.to_string(),
+        "the payload of event `json` is nested deeper than 127 levels"
+    );
+    D::insert_order(&mut tx, 1).await.unwrap();
+    let kept = tx.publish(&Json(nested(127))).await.unwrap().event_id();
+    tx.commit().await.unwrap();
+    let kept = outbox.find(kept).await.unwrap().unwrap();
+    assert!(serde_json::from_str::<Json>(&kept.payload).is_ok());
 }
 
 async fn p3_of_many_concurrent_publishers_of_one_key_one_gets_its_event_in<D: Database>(db: &D) {
@@ -349,4 +371,12 @@ impl Serialize for NotJson {
 impl OutboxEvent for NotJson {
     type Output = ();
     const NAME: &'static str = "not.json";
+}
+
+#[derive(Deserialize, Serialize)]
+struct Json(serde_json::Value);
+
+impl OutboxEvent for Json {
+    type Output = ();
+    const NAME: &'static str = "json";
 }

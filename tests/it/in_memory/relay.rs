@@ -363,9 +363,15 @@ async fn a_relay_that_cannot_work_does_not_start() {
     let text = |error: RelayError| error.to_string();
 
     let zero = outbox.relay().concurrency(0).start().await.unwrap_err();
-    assert_eq!(text(zero), "`concurrency` cannot be 0");
+    assert_eq!(
+        text(zero),
+        "`concurrency` cannot be 0: it must be from 1 to 10000"
+    );
     let zero = outbox.relay().batch(0).start().await.unwrap_err();
-    assert_eq!(text(zero), "`batch` cannot be 0");
+    assert_eq!(
+        text(zero),
+        "`batch` cannot be 0: it must be from 1 to 10000"
+    );
     let zero = outbox
         .relay()
         .poll_interval(Duration::ZERO)
