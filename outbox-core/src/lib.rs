@@ -97,6 +97,7 @@ mod registry;
 pub mod publish;
 mod transaction;
 
+mod builder;
 mod outbox;
 
 pub mod backoff;
@@ -120,11 +121,12 @@ pub mod testing;
 pub mod __private;
 
 pub use crate::backoff::Backoff;
+pub use crate::builder::OutboxBuilder;
 pub use crate::counters::Snapshot;
 pub use crate::engine::ShutdownError;
 pub use crate::event::{EventId, OutboxEvent, Priority};
 pub use crate::handler::{Delivery, Handler, HandlerError};
-pub use crate::outbox::{DirectError, Dispatching, Outbox, OutboxBuilder};
+pub use crate::outbox::{DirectError, Dispatching, Outbox};
 pub use crate::outcome::DeadReason;
 pub use crate::publish::{Duplicate, PublishError, PublishOptions, Published};
 pub use crate::registry::BuildError;

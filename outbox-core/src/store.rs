@@ -727,12 +727,14 @@ impl fmt::Display for StoreError {
             StoreErrorKind::Locked => f.write_str("a row was locked for too long")?,
             StoreErrorKind::Conflict => f.write_str("transaction conflict")?,
             StoreErrorKind::Data => f.write_str("a value was refused by the database")?,
-            StoreErrorKind::SchemaMissing => f.write_str("the outbox is not installed")?,
+            StoreErrorKind::SchemaMissing => {
+                f.write_str("the outbox is not installed: run `migrate()`")?;
+            }
             StoreErrorKind::SchemaOlder => {
-                f.write_str("the outbox schema is older than this program")?;
+                f.write_str("the outbox schema is older than this program: run `migrate()`")?;
             }
             StoreErrorKind::SchemaNewer => {
-                f.write_str("the outbox schema is newer than this program")?;
+                f.write_str("the outbox schema is newer than this program: use a later release")?;
             }
             StoreErrorKind::Denied => f.write_str("not permitted by the database")?,
             StoreErrorKind::Other => f.write_str("the store failed")?,

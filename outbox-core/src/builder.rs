@@ -1,0 +1,208 @@
+//! Everything an outbox can be told before it runs: its handlers and its settings.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::backoff::Backoff;
+use crate::counters::Counters;
+use crate::engine::Parts;
+use crate::event::OutboxEvent;
+use crate::handler::Handler;
+use crate::outbox::Outbox;
+use crate::registry::{BuildError, Registration, Registry};
+use crate::settings::{Draft, Threads};
+use crate::settled::{Hooks, SettledEvent};
+use crate::store::Store;
+
+/// Collects handlers and settings.
+#[must_use]
+pub struct OutboxBuilder<S: Store> {
+    store: S,
+    draft: Draft,
+    registrations: Vec<Registration>,
+    hooks: Hooks,
+}
+
+impl<S: Store> OutboxBuilder<S> {
+    pub(crate) fn new(store: S) -> Self {
+        Self {
+            store,
+            draft: Draft::default(),
+            registrations: Vec::new(),
+            hooks: Hooks::default(),
+        }
+    }
+
+    /// Registers the handler of one event type: a [`Handler`], or a closure
+    /// `|event: E| async move { .. }`.
+    pub fn on<E: OutboxEvent, H: Handler<E>>(mut self, handler: H) -> Self {
+        self.registrations.push(Registration::new::<E>(handler));
+        self
+    }
+
+    /// Names this process in the rows it holds (`claimed_by`) and in recorded failures.
+    ///
+    /// Defaults to `<host>:<process id>`. At most
+    /// [`INSTANCE_MAX`](crate::settings::INSTANCE_MAX) bytes.
+    pub fn instance(mut self, name: impl Into<String>) -> Self {
+        self.draft.instance = name.into();
+        self
+    }
+
+    /// Sets how long a claim is valid unless it is renewed: how long an event waits when the
+    /// process that holds it dies.
+    ///
+    /// Defaults to 60 seconds. From 1 second to 24 hours, and no shorter than any handler's
+    /// timeout.
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.draft.lease = lease;
+        self
+    }
+
+    /// Sets how long one run of a handler may take, for event types that do not say.
+    ///
+    /// Defaults to 30 seconds. At most the lease.
+    pub fn handler_timeout(mut self, timeout: Duration) -> Self {
+        self.draft.timeout = timeout;
+        self
+    }
+
+    /// Sets the wait between attempts, for event types that do not say.
+    ///
+    /// Defaults to [`Backoff::DEFAULT`]: 30 s, 1 min, 2 min … 30 min, shortened at random by up to
+    /// a fifth.
+    pub fn backoff(mut self, backoff: Backoff) -> Self {
+        self.draft.backoff = backoff;
+        self
+    }
+
+    /// Sets after how many attempts an event becomes a dead letter, for event types that do not
+    /// say. Stored with each row at its publish.
+    ///
+    /// Defaults to 10, which at the default backoff spans about two hours. From 1. An event with a
+    /// single attempt is never dispatched inline: were the process to die between its commit and
+    /// its handler, the attempt would be spent on nothing.
+    pub fn max_attempts(mut self, attempts: u32) -> Self {
+        self.draft.max_attempts = attempts;
+        self
+    }
+
+    /// Sets how long processed events are kept, for event types that do not say. Stored with each
+    /// row at its publish.
+    ///
+    /// Defaults to 7 days. Zero keeps nothing but the dedup key.
+    pub fn retention(mut self, retention: Duration) -> Self {
+        self.draft.retention = retention;
+        self
+    }
+
+    /// Sets how long a dedup key is kept, with the final state and the output, once its event is
+    /// processed: after that the same key is a new event.
+    ///
+    /// Defaults to 1 day, and is never shorter than the event's own retention. While an event is
+    /// unsettled or dead its key is kept whatever this says.
+    pub fn dedup_retention(mut self, retention: Duration) -> Self {
+        self.draft.dedup_retention = retention;
+        self
+    }
+
+    /// Sets the largest payload, in bytes of JSON.
+    ///
+    /// Defaults to 1 MiB. A larger one is refused before any SQL is sent.
+    pub fn max_payload_bytes(mut self, bytes: usize) -> Self {
+        self.draft.payload_max = bytes;
+        self
+    }
+
+    /// Leaves everything that is published to the relays.
+    ///
+    /// Defaults to inline dispatch of what is published through [`Outbox::begin`].
+    pub fn without_inline_dispatch(mut self) -> Self {
+        self.draft.inline.on = false;
+        self
+    }
+
+    /// Sets how many handlers run at once in inline dispatch, beside those of a relay.
+    ///
+    /// Defaults to 16. From 1 to 10,000.
+    pub fn inline_concurrency(mut self, handlers: u32) -> Self {
+        self.draft.inline.concurrency = handlers;
+        self
+    }
+
+    /// Sets how many events may be between their publish and their inline dispatch. While they
+    /// are, what is published goes to the relays.
+    ///
+    /// Defaults to 1,024. From 1 to 10,000.
+    pub fn inline_queue(mut self, events: u32) -> Self {
+        self.draft.inline.queue = events;
+        self
+    }
+
+    /// Sets the lease that a row to be dispatched inline is born with: how long its event waits if
+    /// this process dies right after the commit. It is renewed to the full lease if its handler
+    /// takes long, and an event that has waited for half of it goes to the relays.
+    ///
+    /// Defaults to 15 seconds, or the lease if that is shorter. From 1 second to the lease.
+    pub fn inline_lease(mut self, lease: Duration) -> Self {
+        self.draft.inline.lease = Some(lease);
+        self
+    }
+
+    /// Neither wakes the relays of other processes nor lets them wake this one's. Everything still
+    /// arrives, by polling.
+    ///
+    /// Defaults to wake-ups, where the store has any.
+    pub fn without_notifications(mut self) -> Self {
+        self.draft.notifications = false;
+        self
+    }
+
+    /// Runs the background on the runtime that starts it instead of on a thread of its own.
+    ///
+    /// # A handler that blocks then stops the renewal
+    ///
+    /// A handler that blocks the runtime's threads for longer than a lease loses the leases of
+    /// everything this process holds. Meant for tests with paused time, and for targets without
+    /// threads.
+    pub fn on_current_runtime(mut self) -> Self {
+        self.draft.threads = Threads::Caller;
+        self
+    }
+
+    /// Adds a function that is called after each outcome that was stored.
+    ///
+    /// It is called on the background's thread and must not block. One that panics is logged and
+    /// changes nothing. It is not called for outcomes that could not be stored.
+    pub fn on_settled(mut self, hook: impl Fn(&SettledEvent) + Send + Sync + 'static) -> Self {
+        self.hooks.add_settled(hook);
+        self
+    }
+
+    /// Checks everything that was collected.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`BuildError`] if two handlers were registered for one event name, if a handler may
+    /// run longer than the lease, or if a setting is out of its bounds.
+    pub fn build(self) -> Result<Outbox<S>, BuildError> {
+        let settings = self.draft.check()?;
+        let registry = Registry::build(self.registrations, &settings)?;
+        Ok(Outbox::assemble(Parts {
+            store: self.store,
+            registry: Arc::new(registry),
+            settings: Arc::new(settings),
+            counters: Arc::new(Counters::default()),
+            hooks: Arc::new(self.hooks),
+        }))
+    }
+}
+
+impl<S: Store> fmt::Debug for OutboxBuilder<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OutboxBuilder")
+            .field("settings", &self.draft)
+            .finish_non_exhaustive()
+    }
+}
