@@ -96,7 +96,7 @@ async fn a_drain_holds_its_rate_from_the_first_event_to_the_last<D: Database>(db
     }
     relay.shutdown(Duration::from_secs(20)).await.unwrap();
     assert_eq!(outbox.counters().processed, EVENTS);
-    // Ten full batches a quarter. A claim waits until half of its permits are free, so it may take
-    // twice as many; the full look of each second, and the last ones, are the rest.
-    assert!(claims.iter().all(|claims| *claims <= 40), "{claims:?}");
+    // Ten full batches a quarter at best. A claim waits 2 ms for more permits than a few, so on a
+    // busy machine it takes less; one that found its rows by walking would come back with a few.
+    assert!(claims.iter().all(|claims| *claims <= 250), "{claims:?}");
 }
