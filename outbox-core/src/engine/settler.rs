@@ -264,10 +264,14 @@ async fn attempt<S: Store>(shared: &Shared<S>, settlements: &[Settlement]) -> Re
         let at_fault = match error.kind() {
             // Nobody else can have claimed it either, so its token counts for as long as it takes.
             StoreErrorKind::Locked if !shared.past_deadline() => Some(Recorded::Locked),
-            _ if !is_worth_it(shared, settlements) => Some(Recorded::GivenUp),
-            StoreErrorKind::Data | StoreErrorKind::Other if !is_bare(settlements) => {
+            // Before it is asked what is worth it: a sweep's rows are not held, and one that is
+            // refused must not take the others of its batch with it.
+            StoreErrorKind::Data | StoreErrorKind::Other
+                if !is_bare(settlements) && !shared.past_deadline() =>
+            {
                 Some(Recorded::Refused)
             }
+            _ if !is_worth_it(shared, settlements) => Some(Recorded::GivenUp),
             // There is nothing in it but the fact, and the database does not take that either: a
             // trigger of somebody's, perhaps. Others must not wait for it.
             StoreErrorKind::Data | StoreErrorKind::Other => {

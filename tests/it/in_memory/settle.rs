@@ -196,3 +196,38 @@ async fn what_was_locked_for_a_while_is_stored_soon_after() {
         unlocked.elapsed()
     );
 }
+
+#[tokio::test(start_paused = true)]
+async fn p18_a_refused_dead_letter_of_a_sweep_does_not_keep_the_others_from_being_stored() {
+    let store = MemoryStore::new();
+    let (crashing, mut crashed) = scripted(|_| Step::Hang);
+    let first = builder(&store)
+        .on(crashing)
+        .max_attempts(1)
+        .build()
+        .unwrap();
+    let mut ids = Vec::new();
+    for n in 0..10 {
+        ids.push(publish_for_relays(&first, &Ticked { n }).await);
+    }
+    let relay = first.relay().start().await.unwrap();
+    for _ in 0..10 {
+        crashed.recv().await.unwrap();
+    }
+    drop((relay, first));
+    ids.iter().for_each(|id| store.expire_lease(id.row()));
+
+    // The first settlement is that of the whole batch.
+    store.fail_next(Operation::Settle, StoreErrorKind::Data, 1);
+    let (handler, _runs) = scripted(|_| Step::Return(Ok(())));
+    let (builder, mut outcomes) = settled(builder(&store).on(handler));
+    let second = builder.build().unwrap();
+    let _relay = second.relay().start().await.unwrap();
+    for _ in 0..10 {
+        outcomes.recv().await.unwrap();
+    }
+    assert_eq!(
+        (second.counters().dead, second.counters().unrecorded),
+        (10, 0)
+    );
+}
