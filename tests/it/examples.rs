@@ -12,7 +12,7 @@ use tokio::sync::OnceCell;
 use crate::support::{Child, PgDb, within};
 
 /// How long an example may take: its own limits are shorter.
-const RUN: Duration = Duration::from_secs(120);
+pub(crate) const RUN: Duration = Duration::from_secs(120);
 
 /// How long cargo may take to build the examples from nothing.
 const BUILD: Duration = Duration::from_secs(20 * 60);
@@ -179,13 +179,13 @@ fn check_webhooks(lines: &[String]) {
 }
 
 /// The schemas of a database but for PostgreSQL's own.
-async fn schemas(db: &PgDb) -> Vec<String> {
+pub(crate) async fn schemas(db: &PgDb) -> Vec<String> {
     let sql = "SELECT nspname::text FROM pg_namespace WHERE nspname !~ '^pg_|^information_schema$'";
     sqlx::query_scalar(sql).fetch_all(&db.pool()).await.unwrap()
 }
 
 /// Runs an example to its end, and returns what it printed.
-async fn run(command: &mut Command) -> Vec<String> {
+pub(crate) async fn run(command: &mut Command) -> Vec<String> {
     let mut child = Child::spawn(command);
     let mut lines = Vec::new();
     while let Some(line) = child.line(RUN).await {
@@ -196,7 +196,7 @@ async fn run(command: &mut Command) -> Vec<String> {
 }
 
 /// An example, on SQLite unless it is told otherwise.
-async fn example(name: &str) -> Command {
+pub(crate) async fn example(name: &str) -> Command {
     static BUILT: OnceCell<HashMap<String, PathBuf>> = OnceCell::const_new();
 
     let built = BUILT.get_or_init(|| within(BUILD, build())).await;

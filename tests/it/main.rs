@@ -15,6 +15,7 @@
 //! crash         processes that are killed and frozen
 //! invariants    what must not be there
 //! examples      the programs a newcomer runs first
+//! slack_alerts  the example of alerts to a chat webhook, told to its end
 //! ```
 
 // Each is `cfg(test)`, which a test always is, because that is where clippy allows an `unwrap` in a
@@ -56,3 +57,6 @@ mod invariants;
 
 #[cfg(test)]
 mod examples;
+
+#[cfg(test)]
+mod slack_alerts;
