@@ -238,6 +238,6 @@ async fn build() -> HashMap<String, PathBuf> {
         .collect()
 }
 
-fn workspace() -> PathBuf {
+pub(crate) fn workspace() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("..")
 }

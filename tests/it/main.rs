@@ -16,6 +16,7 @@
 //! invariants    what must not be there
 //! examples      the programs a newcomer runs first
 //! slack_alerts  the example of alerts to a chat webhook, told to its end
+//! order_paid    the example with a broker that goes away and comes back
 //! ```
 
 // Each is `cfg(test)`, which a test always is, because that is where clippy allows an `unwrap` in a
@@ -60,3 +61,6 @@ mod examples;
 
 #[cfg(test)]
 mod slack_alerts;
+
+#[cfg(test)]
+mod order_paid;
