@@ -12,7 +12,7 @@ use crate::handler::Handler;
 use crate::outbox::Outbox;
 use crate::registry::{BuildError, Registration, Registry};
 use crate::settings::{Draft, Threads};
-use crate::settled::{Hooks, SettledEvent};
+use crate::settled::{DeadEvent, Hooks, SettledEvent, UndecodableEvent};
 use crate::store::Store;
 
 /// Collects handlers and settings.
@@ -177,6 +177,31 @@ impl<S: Store> OutboxBuilder<S> {
     /// changes nothing. It is not called for outcomes that could not be stored.
     pub fn on_settled(mut self, hook: impl Fn(&SettledEvent) + Send + Sync + 'static) -> Self {
         self.hooks.add_settled(hook);
+        self
+    }
+
+    /// Adds a function that is called after each dead letter that this process stored.
+    ///
+    /// As [`on_settled`](Self::on_settled), for dead letters alone: a place to page somebody. A dead
+    /// letter of another instance is reported there.
+    pub fn on_dead_letter(mut self, hook: impl Fn(&DeadEvent) + Send + Sync + 'static) -> Self {
+        self.hooks.add_dead_letter(hook);
+        self
+    }
+
+    /// Has events removed that cannot be decoded, instead of kept as dead letters. Nothing of them
+    /// is kept but the dedup key, for its retention.
+    ///
+    /// Defaults to dead letters of the reason `undecodable`. The hook is given each event first,
+    /// and is where to put it if anybody may still want it. It runs on the handlers' runtime, must
+    /// not block, and can be given an event more than once: when the removal could not be stored,
+    /// the event is claimed again. If it panics, the event becomes a dead letter after all. A second
+    /// call replaces the first hook.
+    pub fn discard_undecodable(
+        mut self,
+        hook: impl Fn(&UndecodableEvent) + Send + Sync + 'static,
+    ) -> Self {
+        self.hooks.set_undecodable(hook);
         self
     }
 

@@ -37,6 +37,8 @@ counters! {
     retried,
     /// Events recorded as dead letters.
     dead,
+    /// Events removed because they could not be decoded.
+    discarded,
     /// Claims given back without a charge.
     released,
     /// Claims that turned out to be somebody else's: a settlement, a release or a renewal under a

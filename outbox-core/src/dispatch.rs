@@ -15,7 +15,6 @@ use crate::backoff::Backoff;
 use crate::handler::{Delivery, HandlerError, Verdict};
 use crate::outcome::{DeadReason, ErrorText, OUTPUT_MAX, Outcome};
 use crate::publish::is_readable;
-use crate::registry::Entry;
 
 /// Why a run did not succeed.
 pub(crate) enum Failure {
@@ -69,6 +68,8 @@ pub(crate) enum Finding {
 pub(crate) enum Cause {
     /// No attempt can read the payload.
     Undecodable,
+    /// The same, and the application wants no such event kept.
+    Discard,
     /// The handler has said what it asks for.
     Handler(Verdict),
     /// Everything else: another attempt after the backoff.
@@ -91,22 +92,21 @@ impl From<Result<String, Failure>> for Finding {
     }
 }
 
-/// Runs the handler once.
+/// Runs a handler once: `handling` is its future, `timeout` how long it may take.
 ///
 /// Returns `None` when `interrupt` fired before there was a result; the future of the handler has
 /// been dropped then.
 pub(crate) async fn run(
-    entry: &Entry,
-    payload: &str,
+    handling: impl Future<Output = Result<String, Failure>>,
+    timeout: Duration,
     delivery: &Delivery,
     interrupt: &CancellationToken,
 ) -> Option<Finding> {
     // The timeout is inside of what is caught, and so is the end of the handler's error, so that a
     // panic in the `Drop` of either is caught too.
     let bounded = async {
-        let result =
-            tokio::time::timeout(entry.timeout, entry.handler.run(payload, delivery)).await;
-        result.unwrap_or_else(|_| Err(Failure::TimedOut(entry.timeout)))
+        let result = tokio::time::timeout(timeout, handling).await;
+        result.unwrap_or_else(|_| Err(Failure::TimedOut(timeout)))
     };
     let caught = AssertUnwindSafe(async {
         tokio::select! {
@@ -149,6 +149,7 @@ pub(crate) fn decide(
             let reason = DeadReason::Undecodable;
             return Outcome::Dead { reason, error };
         }
+        Cause::Discard => return Outcome::Discarded { error },
         Cause::Handler(Verdict::Permanent) => {
             let reason = DeadReason::Permanent;
             return Outcome::Dead { reason, error };

@@ -107,6 +107,11 @@ pub mod outcome;
 mod engine;
 mod relay;
 
+pub mod cadence;
+pub mod dead_letter;
+pub mod lock;
+pub mod stats;
+
 pub mod lease;
 pub mod store;
 
@@ -122,7 +127,12 @@ pub mod __private;
 
 pub use crate::backoff::Backoff;
 pub use crate::builder::OutboxBuilder;
+pub use crate::cadence::{Cadence, PassReport};
 pub use crate::counters::Snapshot;
+pub use crate::dead_letter::{
+    BulkError, Changed, DeadLetter, DeadLetterCursor, DeadLetterFilter, DeadLetterPage,
+    DeadLetters, Requeue,
+};
 pub use crate::engine::ShutdownError;
 pub use crate::event::{EventId, OutboxEvent, Priority};
 pub use crate::handler::{Delivery, Handler, HandlerError};
@@ -131,7 +141,8 @@ pub use crate::outcome::DeadReason;
 pub use crate::publish::{Duplicate, PublishError, PublishOptions, Published};
 pub use crate::registry::BuildError;
 pub use crate::relay::{Relay, RelayBuilder, RelayError};
-pub use crate::settled::{SettledEvent, SettledResult};
+pub use crate::settled::{DeadEvent, SettledEvent, SettledResult, UndecodableEvent};
+pub use crate::stats::{EventCounts, Stats};
 pub use crate::store::{EventRecord, EventState, Store, StoreError, StoreErrorKind};
 pub use crate::transaction::OutboxTx;
 #[cfg(feature = "derive")]

@@ -19,6 +19,7 @@ use crate::publish::{self, PublishError, PublishOptions, Published};
 use crate::registry::Registry;
 use crate::relay::RelayBuilder;
 use crate::settings::Settings;
+use crate::stats::Stats;
 use crate::store::{EventRecord, NewEvent, Store, StoreError};
 use crate::transaction::OutboxTx;
 
@@ -43,8 +44,8 @@ struct Inner<S: Store> {
     /// Held while the engine is started, so that it is started once.
     starting: Mutex<()>,
     relay: Mutex<Option<CancellationToken>>,
-    /// One [`Outbox::find`] at a time, so that they leave the store's connections to the renewal.
-    finding: tokio::sync::Mutex<()>,
+    /// Held by [`Outbox::ask_alone`].
+    asking: tokio::sync::Mutex<()>,
 }
 
 impl<S: Store> Outbox<S> {
@@ -61,7 +62,7 @@ impl<S: Store> Outbox<S> {
             engine: OnceLock::new(),
             starting: Mutex::new(()),
             relay: Mutex::new(None),
-            finding: tokio::sync::Mutex::default(),
+            asking: tokio::sync::Mutex::default(),
         };
         Self {
             inner: Arc::new(inner),
@@ -257,7 +258,8 @@ impl<S: Store> Outbox<S> {
             event: E::NAME,
             error,
         };
-        match dispatch::run(entry, &payload, &delivery, &interrupt).await {
+        let handling = entry.handler.run(&payload, &delivery);
+        match dispatch::run(handling, entry.timeout, &delivery, &interrupt).await {
             Some(Finding::Done(output)) => serde_json::from_str(&output)
                 .map_err(|error| failed(dispatch::Failure::Output(error).text())),
             Some(Finding::Failed { error, .. }) => Err(failed(error)),
@@ -298,12 +300,56 @@ impl<S: Store> Outbox<S> {
     ///
     /// Dropping the future loses nothing but the answer.
     pub async fn find(&self, id: EventId) -> Result<Option<EventRecord>, StoreError> {
-        let engine = self.engine()?;
-        let _one_at_a_time = self.inner.finding.lock().await;
-        let found = engine
-            .ask(move |store| async move { store.find(id.row()).await })
+        let found = self
+            .ask_alone(move |store| async move { store.find(id.row()).await })
             .await?;
         Ok(found.filter(|record| record.id == id))
+    }
+
+    /// Counts what waits, and for how long.
+    ///
+    /// One statement, whose cost does not grow with the tables: where they are too large to be
+    /// counted, [`Stats::exact`] is `false`. Fit for a metrics endpoint that is asked every few
+    /// seconds.
+    ///
+    /// # Errors
+    ///
+    /// Returns the store's error.
+    ///
+    /// # Panics
+    ///
+    /// Panics outside of a Tokio runtime.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future loses nothing but the answer.
+    pub async fn stats(&self) -> Result<Stats, StoreError> {
+        let counted = self
+            .ask_alone(|store| async move { store.stats().await })
+            .await?;
+        let unhandled = counted.events.keys();
+        let unhandled = unhandled.filter(|name| self.registry().get(name).is_none());
+        Ok(Stats {
+            unhandled: unhandled.cloned().collect(),
+            events: counted.events,
+            oldest_due: counted.oldest_due,
+            exact: counted.exact,
+        })
+    }
+
+    /// Asks the store something for a person or a tool: one question at a time, so that they leave
+    /// the store's connections to the renewal.
+    pub(crate) async fn ask_alone<T, F>(
+        &self,
+        question: impl FnOnce(S) -> F + Send + 'static,
+    ) -> Result<T, StoreError>
+    where
+        F: Future<Output = Result<T, StoreError>> + Send + 'static,
+        T: Send + 'static,
+    {
+        let engine = self.engine()?;
+        let _one_at_a_time = self.inner.asking.lock().await;
+        engine.ask(question).await
     }
 
     /// What this outbox has done in this process since it was built.

@@ -34,6 +34,13 @@ pub enum Outcome {
         /// What went wrong last.
         error: ErrorText,
     },
+    /// The event leaves the outbox and nothing of it is kept, because the application has said so:
+    /// its payload cannot be decoded. Its dedup key is kept, for its retention, as that of a
+    /// discarded event.
+    Discarded {
+        /// What went wrong. Logged, not stored.
+        error: ErrorText,
+    },
 }
 
 /// Why an event is a dead letter.

@@ -58,6 +58,7 @@ pub(crate) struct Registration {
     handler: Box<dyn ErasedHandler>,
     timeout: Option<Duration>,
     backoff: Option<Backoff>,
+    retention: Option<Duration>,
 }
 
 impl Registration {
@@ -72,6 +73,7 @@ impl Registration {
             }),
             timeout: E::TIMEOUT,
             backoff: E::BACKOFF,
+            retention: E::RETENTION,
         }
     }
 }
@@ -81,6 +83,7 @@ impl Registration {
 pub(crate) struct Registry {
     entries: HashMap<&'static str, Arc<Entry>>,
     names: Vec<&'static str>,
+    longest_retention: Duration,
 }
 
 impl Registry {
@@ -111,6 +114,10 @@ impl Registry {
                     second: entry.event_type,
                 });
             }
+            registry.longest_retention = std::cmp::max(
+                registry.longest_retention,
+                registration.retention.unwrap_or_default(),
+            );
             registry.names.push(entry.name);
             registry.entries.insert(entry.name, Arc::new(entry));
         }
@@ -121,6 +128,11 @@ impl Registry {
 
     pub(crate) fn get(&self, name: &str) -> Option<&Arc<Entry>> {
         self.entries.get(name)
+    }
+
+    /// The longest retention that an event type with a handler here asks for.
+    pub(crate) fn longest_retention(&self) -> Duration {
+        self.longest_retention
     }
 
     /// Every event name that has a handler, sorted.

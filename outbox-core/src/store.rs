@@ -17,9 +17,17 @@ use std::ops::DerefMut;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
+use async_trait::async_trait;
+
+use crate::cadence::Cadence;
+use crate::dead_letter::{
+    DeadLetterChange, DeadLetterChunk, DeadLetterRows, DeadLetterScan, DeadLettersChanged,
+};
 use crate::event::{EventId, Priority};
 use crate::lease::{HeldLease, LeaseToken};
+use crate::lock::LockId;
 use crate::outcome::{DeadReason, ErrorText, Outcome};
+use crate::stats::StoreStats;
 
 /// Keeps the rows of an outbox.
 ///
@@ -46,9 +54,14 @@ use crate::outcome::{DeadReason, ErrorText, Outcome};
 /// - **P13** Every time stored or compared is the database's own.
 /// - **P17** [`purge`](Self::purge) removes only what is settled and past its retention.
 ///
+/// A method that takes a [`Pass`] is one chunk of a cadence, in a transaction of its own that first
+/// asks for the lock of that cadence. It answers `None`, and has done nothing, if another instance
+/// has the lock. Where the store has one writer at a time, nobody ever has.
+///
 /// Every method but those of a publisher's transaction ([`begin`](Self::begin),
-/// [`commit`](Self::commit), [`rollback`](Self::rollback), [`insert`](Self::insert)) comes back
-/// within the store's own statement deadline, with a transient error if the database does not
+/// [`commit`](Self::commit), [`rollback`](Self::rollback), [`insert`](Self::insert),
+/// [`begin_part`](Self::begin_part), [`settle_through`](Self::settle_through),
+/// [`lock_entity`](Self::lock_entity)) comes back within the store's own statement deadline, with a transient error if the database does not
 /// answer, and is never dropped half way by the framework.
 pub trait Store: Clone + Send + Sync + 'static {
     /// The connection a publish writes through.
@@ -59,6 +72,9 @@ pub trait Store: Clone + Send + Sync + 'static {
 
     /// A subscription to wake-ups from other processes. [`NoWakeups`] where there are none.
     type Wakeups: Wakeups;
+
+    /// A lock that one instance has, for longer than a transaction.
+    type Exclusive: ExclusiveLock;
 
     /// Begins a transaction on the application's connections, in the isolation level that
     /// publishing is promised under (PostgreSQL: READ COMMITTED; SQLite: IMMEDIATE).
@@ -76,6 +92,12 @@ pub trait Store: Clone + Send + Sync + 'static {
         tx: Self::Tx<'static>,
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
+    /// Begins a part of the caller's transaction that can be undone by itself: a savepoint.
+    fn begin_part<'c>(
+        &self,
+        connection: &'c mut Self::Connection,
+    ) -> impl Future<Output = Result<Box<dyn Part<Self::Connection> + 'c>, StoreError>> + Send;
+
     /// Inserts events through the caller's connection, with one statement for any number of them
     /// (and a second one when a dedup key is taken). Answers in input order.
     ///
@@ -90,6 +112,27 @@ pub trait Store: Clone + Send + Sync + 'static {
         events: &[NewEvent],
     ) -> impl Future<Output = Result<Vec<Insertion>, StoreError>> + Send;
 
+    /// Records outcomes as [`settle`](Self::settle) does, through the caller's connection: they
+    /// live and die with the caller's transaction.
+    fn settle_through(
+        &self,
+        connection: &mut Self::Connection,
+        settlements: &[Settlement],
+    ) -> impl Future<Output = Result<Vec<Settled>, StoreError>> + Send;
+
+    /// Takes a lock that the caller's transaction keeps until it ends, and waits for whoever has
+    /// it. The namespace is none of [`RESERVED_NAMESPACES`](crate::lock::RESERVED_NAMESPACES).
+    ///
+    /// On PostgreSQL `pg_advisory_xact_lock(namespace, id)`, whose keys are no key of a
+    /// single-argument lock. On SQLite the write lock of the file, which every transaction that
+    /// wrote has already.
+    fn lock_entity(
+        &self,
+        connection: &mut Self::Connection,
+        namespace: i32,
+        id: LockId,
+    ) -> impl Future<Output = Result<(), StoreError>> + Send;
+
     /// Makes sure that this process can work with the database: the schema's version, and the
     /// rights, proven by a row that is inserted, claimed, settled and rolled back.
     fn check(&self) -> impl Future<Output = Result<(), StoreError>> + Send;
@@ -102,6 +145,13 @@ pub trait Store: Clone + Send + Sync + 'static {
         &self,
         request: &ClaimRequest<'_>,
     ) -> impl Future<Output = Result<Vec<Claimed>, StoreError>> + Send;
+
+    /// A claim in a pass. Looks everywhere, whatever the low-water marks say.
+    fn claim_in(
+        &self,
+        pass: Pass,
+        request: &ClaimRequest<'_>,
+    ) -> impl Future<Output = Result<Option<Vec<Claimed>>, StoreError>> + Send;
 
     /// Claims those of the given rows that are due and of the given names. What is leased,
     /// settled, waiting for its due time or out of attempts is left alone.
@@ -153,14 +203,65 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// Claims, without charging an attempt and whatever their names, due rows with no attempt left
     /// (as a rule their lease has expired), and counts rows whose name this process does not know.
     /// `claimed_by` still names the last holder, if there was one: it is the one that failed.
+    ///
+    /// A lease that ends later than [`LEASE_MAX`](crate::settings::LEASE_MAX) from now cannot have
+    /// been given by this database's clock. It is cut to end then, and its token stays: whoever
+    /// holds it has at least as long as any lease may last.
     fn sweep(
         &self,
+        pass: Pass,
         request: &SweepRequest<'_>,
-    ) -> impl Future<Output = Result<SweepChunk, StoreError>> + Send;
+    ) -> impl Future<Output = Result<Option<SweepChunk>, StoreError>> + Send;
 
     /// Removes up to `limit` settled events and dedup keys that are past their retention, and
     /// answers how many it removed.
-    fn purge(&self, limit: NonZeroU32) -> impl Future<Output = Result<u64, StoreError>> + Send;
+    fn purge(
+        &self,
+        pass: Pass,
+        limit: NonZeroU32,
+    ) -> impl Future<Output = Result<Option<u64>, StoreError>> + Send;
+
+    /// Makes or drops one partition of what is kept of settled events: drops one whose day is past,
+    /// or makes one for a day between today and `ahead` from now. A store without partitions
+    /// answers [`Upkeep::Done`].
+    ///
+    /// Waits for a lock for a tenth of a second at most, and gives an error of kind
+    /// [`Locked`](StoreErrorKind::Locked) then, or [`Denied`](StoreErrorKind::Denied) where this
+    /// role may not. Nothing but this depends on it: what has no partition of its own day is kept
+    /// in the default partition, and removed by [`purge`](Self::purge).
+    fn upkeep(
+        &self,
+        pass: Pass,
+        ahead: Duration,
+    ) -> impl Future<Output = Result<Option<Upkeep>, StoreError>> + Send;
+
+    /// Reads one chunk of the dead letters, downwards from the newest number, without payloads.
+    fn dead_letters(
+        &self,
+        scan: &DeadLetterScan<'_>,
+    ) -> impl Future<Output = Result<DeadLetterChunk, StoreError>> + Send;
+
+    /// Changes dead letters, upwards from the oldest number, in one transaction.
+    ///
+    /// Two callers may do it at once: each dead letter is changed by one of them.
+    fn change_dead_letters(
+        &self,
+        rows: DeadLetterRows<'_>,
+        change: DeadLetterChange,
+    ) -> impl Future<Output = Result<DeadLettersChanged, StoreError>> + Send;
+
+    /// Counts what there is, with a statement whose cost does not grow with the tables.
+    fn stats(&self) -> impl Future<Output = Result<StoreStats, StoreError>> + Send;
+
+    /// Takes the lock `name` for this instance. `None` if another one has it.
+    ///
+    /// It is freed by [`ExclusiveLock::release`], and by the database when the process that has it
+    /// dies.
+    fn try_exclusive(
+        &self,
+        name: &str,
+        instance: &str,
+    ) -> impl Future<Output = Result<Option<Self::Exclusive>, StoreError>> + Send;
 
     /// Reads everything known about one event. `None` if the row is gone, or never was.
     fn find(
@@ -173,6 +274,37 @@ pub trait Store: Clone + Send + Sync + 'static {
 
     /// Wakes the relays of other processes. A hint: it may be lost.
     fn notify(&self) -> impl Future<Output = Result<(), StoreError>> + Send;
+}
+
+/// A part of a transaction of the caller's.
+///
+/// Dropping it undoes it before the next statement goes through the connection.
+///
+/// A trait object, because a transaction type with a lifetime in the signature of a generic `async
+/// fn` makes futures of which the compiler cannot see that they are `Send`.
+#[async_trait]
+pub trait Part<C: Send>: Send {
+    /// The connection, inside of the part.
+    fn connection(&mut self) -> &mut C;
+
+    /// Keeps it in its transaction. With an error it is undone.
+    async fn keep(self: Box<Self>) -> Result<(), StoreError>;
+
+    /// Undoes it.
+    async fn undo(self: Box<Self>) -> Result<(), StoreError>;
+}
+
+/// A lock that one instance has.
+///
+/// Dropping it frees it too, at the latest when its lease or its connection ends.
+pub trait ExclusiveLock: Send + 'static {
+    /// Proves that the lock is still had, and keeps it. `false` if it is lost. With an error it is
+    /// unknown, and the framework asks again until
+    /// [`EXCLUSIVE_LEASE`](crate::lock::EXCLUSIVE_LEASE) is nearly over.
+    fn keep(&mut self) -> impl Future<Output = Result<bool, StoreError>> + Send;
+
+    /// Frees it.
+    fn release(self) -> impl Future<Output = Result<(), StoreError>> + Send;
 }
 
 /// A subscription to wake-ups.
@@ -295,11 +427,13 @@ pub enum EventState {
     Processed,
     /// Nobody will try again unless a person asks.
     DeadLetter,
+    /// A person, or a policy that the application switched on, decided that nobody will.
+    Discarded,
 }
 
 impl EventState {
     /// The word that the view for people shows: `pending`, `in_progress`, `failed`, `processed`,
-    /// `dead_letter`.
+    /// `dead_letter`, `discarded`.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -308,6 +442,7 @@ impl EventState {
             Self::Failed => "failed",
             Self::Processed => "processed",
             Self::DeadLetter => "dead_letter",
+            Self::Discarded => "discarded",
         }
     }
 
@@ -320,6 +455,7 @@ impl EventState {
             Self::Failed,
             Self::Processed,
             Self::DeadLetter,
+            Self::Discarded,
         ]
         .into_iter()
         .find(|state| state.as_str() == text)
@@ -469,6 +605,25 @@ pub enum Settled {
     LeaseLost,
 }
 
+/// The pass that a chunk belongs to.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct Pass {
+    /// Whose lock the chunk takes.
+    pub cadence: Cadence,
+    /// How long a statement of the chunk may take, if that is shorter than the store's own
+    /// deadline.
+    pub statement_limit: Duration,
+}
+
+/// What a step of upkeep did.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Upkeep {
+    /// A partition was made or dropped; there may be more to do.
+    Changed,
+    /// There is nothing to do.
+    Done,
+}
+
 /// Which chunk to sweep.
 #[derive(Clone, Debug)]
 pub struct SweepRequest<'a> {
@@ -493,6 +648,8 @@ pub struct SweepChunk {
     pub exhausted: Vec<Exhausted>,
     /// How many rows of each name this process does not know.
     pub unhandled: Vec<(String, u64)>,
+    /// How many leases were cut that ended later than any lease can.
+    pub cut_leases: u64,
     /// Where the next chunk begins. `None` after the last.
     pub next: Option<i64>,
 }

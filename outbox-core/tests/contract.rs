@@ -1,5 +1,7 @@
 //! The store in memory keeps the contract of every store.
 
+use std::time::Duration;
+
 use outbox_core::testing::MemoryStore;
 use outbox_core::testing::contract::Harness;
 
@@ -22,6 +24,14 @@ impl Harness for InMemory {
 
     async fn expire_retention(&self, row: i64) {
         self.0.expire_retention(row);
+    }
+
+    async fn set_lease(&self, row: i64, remaining: Duration) {
+        self.0.set_lease(row, remaining);
+    }
+
+    async fn age_dead_letter(&self, row: i64, age: Duration) {
+        self.0.age_dead_letter(row, age);
     }
 }
 

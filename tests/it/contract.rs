@@ -70,6 +70,48 @@ mod postgres {
             .await;
         }
 
+        async fn set_lease(&self, row: i64, remaining: Duration) {
+            sqlx::query(
+                "UPDATE outbox.outbox_events \
+                 SET lease_expires_at = clock_timestamp() + make_interval(secs => $2) \
+                 WHERE id = $1",
+            )
+            .bind(row)
+            .bind(remaining.as_secs_f64())
+            .execute(&self.db.pool())
+            .await
+            .unwrap();
+        }
+
+        async fn age_dead_letter(&self, row: i64, age: Duration) {
+            sqlx::query(
+                "UPDATE outbox.outbox_events_dead \
+                 SET settled_at = settled_at - make_interval(secs => $2) WHERE id = $1",
+            )
+            .bind(row)
+            .bind(age.as_secs_f64())
+            .execute(&self.db.pool())
+            .await
+            .unwrap();
+        }
+
+        async fn end_dropped_exclusive(&self, _name: &str) {
+            let pool = self.db.pool();
+            eventually(Duration::from_secs(10), || async {
+                // Those of two numbers, whose first one spells `ov`.
+                sqlx::query_scalar(
+                    "SELECT NOT EXISTS (SELECT FROM pg_locks JOIN pg_database AS db \
+                     ON db.oid = database WHERE datname = current_database() \
+                     AND locktype = 'advisory' AND objsubid = 2 \
+                     AND classid::bigint >> 16 = x'6f76'::bigint)",
+                )
+                .fetch_one(&pool)
+                .await
+                .unwrap()
+            })
+            .await;
+        }
+
         async fn publisher_waits(&self) {
             let pool = self.db.pool();
             eventually(Duration::from_secs(10), || async {
@@ -94,6 +136,8 @@ mod sqlite {
     use outbox_core::testing::contract::Harness;
     use outbox_sqlx::SqliteStore;
     use sqlx::SqlitePool;
+    use sqlx::query::Query;
+    use sqlx::sqlite::SqliteArguments;
 
     use crate::support::SqliteDb;
 
@@ -112,8 +156,17 @@ mod sqlite {
         /// In microseconds, as the columns have it; a millisecond back, because that is how fine
         /// SQLite's clock is.
         async fn execute(&self, sql: &'static str, row: i64) {
+            self.run(sqlx::query(sql).bind(row)).await;
+        }
+
+        async fn execute_with(&self, sql: &'static str, row: i64, span: Duration) {
+            let micros = i64::try_from(span.as_micros()).unwrap();
+            self.run(sqlx::query(sql).bind(row).bind(micros)).await;
+        }
+
+        async fn run(&self, query: Query<'_, sqlx::Sqlite, SqliteArguments>) {
             let mut tx = self.db.pool().begin_with("BEGIN IMMEDIATE").await.unwrap();
-            sqlx::query(sql).bind(row).execute(&mut *tx).await.unwrap();
+            query.execute(&mut *tx).await.unwrap();
             tx.commit().await.unwrap();
         }
     }
@@ -170,6 +223,35 @@ mod sqlite {
                 row,
             )
             .await;
+        }
+
+        async fn set_lease(&self, row: i64, remaining: Duration) {
+            self.execute_with(
+                "UPDATE outbox_events SET lease_expires_at = \
+                 CAST(unixepoch('subsec') * 1000000 AS INTEGER) + ?2 \
+                 WHERE id = ?1 AND lease_token IS NOT NULL",
+                row,
+                remaining,
+            )
+            .await;
+        }
+
+        async fn age_dead_letter(&self, row: i64, age: Duration) {
+            self.execute_with(
+                "UPDATE outbox_events_dead SET settled_at = settled_at - ?2 WHERE id = ?1",
+                row,
+                age,
+            )
+            .await;
+        }
+
+        async fn end_dropped_exclusive(&self, name: &str) {
+            let query = sqlx::query(
+                "UPDATE outbox_events_locks SET expires_at = \
+                 CAST(unixepoch('subsec') * 1000000 AS INTEGER) - 1000 WHERE name = ?1",
+            )
+            .bind(name);
+            self.run(query).await;
         }
     }
 

@@ -37,7 +37,7 @@ use crate::engine::settler::{About, Ending, Waiter};
 use crate::engine::wake::Wake;
 use crate::handler::Delivery;
 use crate::lease::HeldLease;
-use crate::registry::Registry;
+use crate::registry::{Entry, Registry};
 use crate::settings::{Settings, Threads};
 use crate::settled::Hooks;
 use crate::store::{Claimed, Store, StoreError, StoreErrorKind};
@@ -136,20 +136,6 @@ impl<S: Store> Shared<S> {
                 slot,
             },
         );
-        let headers = match decode_headers(claimed.headers.as_deref()) {
-            Ok(headers) => headers,
-            Err(error) => return self.finish(lease, Err(Failure::Undecodable(error)).into()),
-        };
-        let delivery = Delivery {
-            event_id: claimed.id,
-            event_name: entry.name,
-            attempt: claimed.attempt,
-            max_attempts: claimed.max_attempts,
-            first_published_at: Some(claimed.created_at),
-            headers,
-            // A child, so that a handler which cancels its own token does not count as stopped.
-            cancelled: interrupt.child_token(),
-        };
         let entry = Arc::clone(entry);
         let unfinished = Unfinished {
             shared: Arc::clone(self),
@@ -157,13 +143,13 @@ impl<S: Store> Shared<S> {
         };
         self.handlers.spawn(async move {
             let _permit = permit;
-            if !unfinished.shared.held.start(lease, overdue_after) {
+            let shared = &unfinished.shared;
+            if !shared.held.start(lease, overdue_after) {
                 return;
             }
-            if let Some(finding) =
-                dispatch::run(&entry, &claimed.payload, &delivery, &interrupt).await
-            {
-                unfinished.shared.finish(lease, finding);
+            if let Some(finding) = run_claimed(&entry, &claimed, &interrupt).await {
+                let finding = shared.hooks.undecodable(finding, &claimed);
+                shared.finish(lease, finding);
             }
         });
     }
@@ -310,6 +296,30 @@ impl<S: Store> Drop for Unfinished<S> {
         }
         self.shared.release(self.lease, run.waiter);
     }
+}
+
+/// Runs the handler of a claimed event. `None` when it was interrupted.
+async fn run_claimed(
+    entry: &Entry,
+    claimed: &Claimed,
+    interrupt: &CancellationToken,
+) -> Option<Finding> {
+    let headers = match decode_headers(claimed.headers.as_deref()) {
+        Ok(headers) => headers,
+        Err(error) => return Some(Err(Failure::Undecodable(error)).into()),
+    };
+    let delivery = Delivery {
+        event_id: claimed.id,
+        event_name: entry.name,
+        attempt: claimed.attempt,
+        max_attempts: claimed.max_attempts,
+        first_published_at: Some(claimed.created_at),
+        headers,
+        // A child, so that a handler which cancels its own token does not count as stopped.
+        cancelled: interrupt.child_token(),
+    };
+    let handling = entry.handler.run(&claimed.payload, &delivery);
+    dispatch::run(handling, entry.timeout, &delivery, interrupt).await
 }
 
 fn decode_headers(headers: Option<&str>) -> Result<BTreeMap<String, String>, serde_json::Error> {

@@ -317,6 +317,7 @@ fn is_bare(settlements: &[Settlement]) -> bool {
             Outcome::Retry { error, .. } | Outcome::Dead { error, .. } => {
                 error.as_str() == UNRECORDABLE
             }
+            Outcome::Discarded { .. } => true,
         },
         _ => false,
     }
@@ -343,6 +344,8 @@ fn without_content((settlement, about, waiter): Pending) -> Pending {
             reason,
             error: ErrorText::new(&UNRECORDABLE),
         },
+        // Nothing of it is stored.
+        discarded @ Outcome::Discarded { .. } => discarded,
     };
     (
         Settlement {
@@ -411,6 +414,16 @@ fn count_and_log<S: Store>(shared: &Shared<S>, about: &About, outcome: &Outcome)
                 %reason,
                 %error,
                 "event is a dead letter"
+            );
+        }
+        Outcome::Discarded { error } => {
+            shared.counters.discarded.one();
+            tracing::error!(
+                event_id = %about.id,
+                event_name = %about.name,
+                attempt = about.attempt,
+                %error,
+                "event discarded: its payload cannot be decoded"
             );
         }
     }

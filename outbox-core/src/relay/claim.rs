@@ -12,7 +12,7 @@ use crate::lease::LeaseToken;
 use crate::outcome::ErrorText;
 use crate::relay::RelayParts;
 use crate::relay::low_water::Marks;
-use crate::store::{ClaimRequest, Store, StoreError};
+use crate::store::{ClaimRequest, Claimed, LowWater, Store, StoreError};
 
 /// The shortest pause of the poll, right after activity.
 const POLL_MIN: Duration = Duration::from_millis(50);
@@ -28,7 +28,7 @@ pub(crate) async fn run<S: Store>(parts: Arc<RelayParts<S>>) {
     let mut poll = Poll::new(parts.poll);
     let mut pause = wait::Pause::new(Duration::from_millis(50), Duration::from_secs(5));
     loop {
-        let Some(capacity) = gather(&parts).await else {
+        let Some(capacity) = gather(&parts, parts.batch).await else {
             return;
         };
         let Some(asking) = parts.shared.may_ask() else {
@@ -63,10 +63,11 @@ pub(crate) async fn run<S: Store>(parts: Arc<RelayParts<S>>) {
 }
 
 /// Permits to run, each with a slot to hold what runs.
-type Capacity = Vec<(OwnedSemaphorePermit, OwnedSemaphorePermit)>;
+pub(super) type Capacity = Vec<(OwnedSemaphorePermit, OwnedSemaphorePermit)>;
 
-/// Waits until something can start. `None` once the relay stops.
-async fn gather<S: Store>(parts: &RelayParts<S>) -> Option<Capacity> {
+/// Waits until something can start, and takes what is free for up to `batch`. `None` once the relay
+/// stops.
+pub(super) async fn gather<S: Store>(parts: &RelayParts<S>, batch: NonZeroU32) -> Option<Capacity> {
     let (permits, slots) = (&parts.permits, &parts.shared.slots);
     let first = async {
         // Neither semaphore is ever closed.
@@ -81,7 +82,7 @@ async fn gather<S: Store>(parts: &RelayParts<S>) -> Option<Capacity> {
         let _ = tokio::time::timeout(GATHER, permits.acquire_many(half - 1)).await;
     }
     let mut capacity = vec![first];
-    while capacity.len() < parts.batch.get() as usize {
+    while capacity.len() < batch.get() as usize {
         let (Ok(permit), Ok(slot)) = (
             Arc::clone(permits).try_acquire_owned(),
             Arc::clone(slots).try_acquire_owned(),
@@ -102,29 +103,17 @@ struct Found {
 
 async fn claim<S: Store>(
     parts: &RelayParts<S>,
-    mut capacity: Capacity,
+    capacity: Capacity,
     marks: &mut Marks,
     reserve: &mut Reserve,
 ) -> Result<Found, StoreError> {
     let shared = &parts.shared;
     let asked = capacity.len();
     let look = marks.look();
-    let limit = u32::try_from(asked)
-        .ok()
-        .and_then(NonZeroU32::new)
-        .unwrap_or(NonZeroU32::MIN);
-    let request = ClaimRequest {
-        limit,
-        reserved: reserve.of(limit),
-        lease: shared.settings.lease,
-        token: LeaseToken::random(),
-        instance: &shared.settings.instance,
-        names: shared.registry.names(),
-        low_water: look.from,
-    };
+    let request = request(parts, asked, reserve, look.from);
     // Read before the statement is sent, so that a slow round trip shortens the time we trust the
     // lease and never stretches it.
-    let trusted_until = Instant::now() + shared.settings.lease;
+    let trusted_until = Instant::now() + request.lease;
     shared.counters.claims.one();
     let claimed = shared.store.claim(&request).await?;
     marks.learn(look, &claimed, asked);
@@ -133,7 +122,42 @@ async fn claim<S: Store>(
         rows: claimed.len(),
         everywhere: look.full,
     };
-    shared.counters.claimed.add(found.rows);
+    start_all(parts, claimed, capacity, trusted_until);
+    Ok(found)
+}
+
+/// The claim of up to `asked` rows, under a new token.
+pub(super) fn request<'a, S: Store>(
+    parts: &'a RelayParts<S>,
+    asked: usize,
+    reserve: &mut Reserve,
+    low_water: LowWater,
+) -> ClaimRequest<'a> {
+    let settings = &parts.shared.settings;
+    let limit = u32::try_from(asked)
+        .ok()
+        .and_then(NonZeroU32::new)
+        .unwrap_or(NonZeroU32::MIN);
+    ClaimRequest {
+        limit,
+        reserved: reserve.of(limit),
+        lease: settings.lease,
+        token: LeaseToken::random(),
+        instance: &settings.instance,
+        names: parts.shared.registry.names(),
+        low_water,
+    }
+}
+
+/// Starts a handler for everything that was claimed.
+pub(super) fn start_all<S: Store>(
+    parts: &RelayParts<S>,
+    claimed: Vec<Claimed>,
+    mut capacity: Capacity,
+    trusted_until: Instant,
+) {
+    let shared = &parts.shared;
+    shared.counters.claimed.add(claimed.len());
     for claimed in claimed {
         match capacity.pop() {
             Some((permit, slot)) => {
@@ -149,7 +173,6 @@ async fn claim<S: Store>(
             None => shared.release(claimed.lease(), None),
         }
     }
-    Ok(found)
 }
 
 /// How much of each claim is for due retries and delays: a quarter, so that neither they nor new
@@ -159,7 +182,7 @@ async fn claim<S: Store>(
 /// a relay that claims one row at a time would take nothing but retries while there are any;
 /// rounded down, none until everything of a higher priority is done.
 #[derive(Debug, Default)]
-struct Reserve {
+pub(super) struct Reserve {
     quarters: u32,
 }
 

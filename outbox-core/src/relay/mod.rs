@@ -1,27 +1,31 @@
 //! The relay: claims due events on any number of instances, runs their handlers, settles.
 //!
-//! Its three loops are [`claim`], [`listen`] and [`sweep`]. What a claimed event goes through from
-//! there is the business of [`engine`](crate::engine), which inline dispatch shares.
+//! Its loops are [`claim`], [`listen`], and [`cadence`] three times; what a cadence does is in
+//! [`pass`]. What a claimed event goes through from there is the business of
+//! [`engine`](crate::engine), which inline dispatch shares.
 
+mod cadence;
 mod claim;
 mod listen;
 mod low_water;
-mod sweep;
+mod pass;
 
 use std::fmt;
 use std::num::NonZeroU32;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio_util::sync::CancellationToken;
 
+use crate::cadence::{Cadence, PassReport};
 use crate::engine::{Engine, Shared, ShutdownError};
 use crate::outbox::Outbox;
 use crate::outcome::ErrorText;
 use crate::registry::BuildError;
 use crate::settings;
-use crate::store::{Store, StoreError};
+use crate::store::{Store, StoreError, StoreErrorKind};
 
 /// Configures a relay. See [`Outbox::relay`].
 #[must_use = "a relay does nothing until it is started"]
@@ -35,7 +39,34 @@ struct Draft {
     concurrency: u32,
     batch: u32,
     poll: Duration,
-    sweep: Duration,
+    cadences_only: bool,
+    rhythms: [RhythmDraft; 3],
+}
+
+/// How often a cadence runs, and how much it does at once, before it is checked.
+#[derive(Clone, Copy, Debug)]
+struct RhythmDraft {
+    every: Duration,
+    batch: u32,
+    statement_limit: Duration,
+}
+
+impl RhythmDraft {
+    const fn new(every: Duration, batch: u32) -> Self {
+        Self {
+            every,
+            batch,
+            statement_limit: Duration::from_secs(5),
+        }
+    }
+}
+
+/// How often a cadence runs, and how much it does at once.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Rhythm {
+    pub(crate) every: Duration,
+    pub(crate) batch: NonZeroU32,
+    pub(crate) statement_limit: Duration,
 }
 
 /// What the loops of a relay work with.
@@ -47,9 +78,34 @@ pub(crate) struct RelayParts<S> {
     pub(crate) permits: Arc<Semaphore>,
     pub(crate) batch: NonZeroU32,
     pub(crate) poll: Duration,
-    pub(crate) sweep: Duration,
+    rhythms: [Rhythm; 3],
+    pub(crate) upkeep: UpkeepDue,
     /// No more claims.
     pub(crate) stop: CancellationToken,
+}
+
+impl<S> RelayParts<S> {
+    pub(crate) fn rhythm(&self, cadence: Cadence) -> Rhythm {
+        self.rhythms[cadence as usize]
+    }
+}
+
+/// Whether a daily pass has left partitions to the sweeps.
+#[derive(Debug, Default)]
+pub(crate) struct UpkeepDue(AtomicBool);
+
+impl UpkeepDue {
+    pub(crate) fn is_pending(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn put_off(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    pub(crate) fn done(&self) {
+        self.0.store(false, Ordering::Relaxed);
+    }
 }
 
 impl<S: Store> RelayBuilder<S> {
@@ -58,7 +114,12 @@ impl<S: Store> RelayBuilder<S> {
             concurrency: 16,
             batch: 100,
             poll: Duration::from_secs(1),
-            sweep: Duration::from_secs(5 * 60),
+            cadences_only: false,
+            rhythms: [
+                RhythmDraft::new(Duration::from_secs(5 * 60), 100),
+                RhythmDraft::new(HOUR, 100),
+                RhythmDraft::new(DAY, 1_000),
+            ],
         };
         Self { outbox, draft }
     }
@@ -93,13 +154,63 @@ impl<S: Store> RelayBuilder<S> {
         self
     }
 
-    /// Sets how often the relay looks for what nobody else would find: leases that ended with no
-    /// attempt left, events of unknown types, and what is past its retention.
+    /// Sets how often a [sweep](Cadence::Sweep) begins.
     ///
-    /// Defaults to 5 minutes. From 100 ms to 24 hours. The first sweep comes after a random part
-    /// of it, at most 10 seconds.
+    /// Defaults to 5 minutes. From 100 ms to 24 hours. The first one comes after a random part of
+    /// it, at most 10 seconds.
     pub fn sweep_interval(mut self, interval: Duration) -> Self {
-        self.draft.sweep = interval;
+        self.draft.rhythms[Cadence::Sweep as usize].every = interval;
+        self
+    }
+
+    /// Sets how often a [backstop](Cadence::Backstop) begins.
+    ///
+    /// Defaults to 1 hour. From 100 ms to 7 days. The first one comes after a random part of it, at
+    /// most a minute.
+    pub fn backstop_interval(mut self, interval: Duration) -> Self {
+        self.draft.rhythms[Cadence::Backstop as usize].every = interval;
+        self
+    }
+
+    /// Sets how often [maintenance](Cadence::Maintenance) begins.
+    ///
+    /// Defaults to 24 hours. From 100 ms to 7 days. The first one comes after a random part of it,
+    /// at most 2 minutes.
+    pub fn maintenance_interval(mut self, interval: Duration) -> Self {
+        self.draft.rhythms[Cadence::Maintenance as usize].every = interval;
+        self
+    }
+
+    /// Sets the most events that one chunk of a cadence's pass claims. It takes no more than can
+    /// start at once either.
+    ///
+    /// Defaults to 100, and for maintenance to 1,000. From 1 to 10,000.
+    pub fn pass_batch(mut self, cadence: Cadence, events: u32) -> Self {
+        self.draft.rhythms[cadence as usize].batch = events;
+        self
+    }
+
+    /// Sets how long a statement of a cadence's pass may take before the database is told to cancel
+    /// it. The pass is cut short then, what its earlier chunks did stays done, and the next pass
+    /// goes on.
+    ///
+    /// Defaults to 5 seconds. From 10 ms to 1 hour. Beyond the store's own deadline it has no
+    /// effect.
+    pub fn pass_statement_limit(mut self, cadence: Cadence, limit: Duration) -> Self {
+        self.draft.rhythms[cadence as usize].statement_limit = limit;
+        self
+    }
+
+    /// Neither polls nor listens: only the passes of the three cadences look for what is due.
+    ///
+    /// For an application whose events are dispatched inline and which wants next to no load on its
+    /// database when nothing has failed. What inline dispatch did not handle then waits for the
+    /// next sweep, retries included: set [`sweep_interval`](Self::sweep_interval) to what may be
+    /// waited for.
+    ///
+    /// Defaults to polling.
+    pub fn cadences_only(mut self) -> Self {
+        self.draft.cadences_only = true;
         self
     }
 
@@ -127,12 +238,7 @@ impl<S: Store> RelayBuilder<S> {
         let concurrency = settings::count("concurrency", draft.concurrency)?;
         let batch = settings::count("batch", draft.batch)?;
         let poll = settings::bounded("poll_interval", draft.poll, Duration::from_millis(10), HOUR)?;
-        let sweep = settings::bounded(
-            "sweep_interval",
-            draft.sweep,
-            Duration::from_millis(100),
-            24 * HOUR,
-        )?;
+        let rhythms = draft.rhythms()?;
         if outbox.registry().names().is_empty() {
             return Err(RelayError::NoHandlers);
         }
@@ -152,19 +258,62 @@ impl<S: Store> RelayBuilder<S> {
             permits: Arc::new(Semaphore::new(concurrency.get() as usize)),
             batch,
             poll,
-            sweep,
+            rhythms,
+            upkeep: UpkeepDue::default(),
             stop: place.disarm(),
         });
-        let for_claims = Arc::clone(&parts);
-        engine.spawn_loop("claim", move |_| claim::run(Arc::clone(&for_claims)));
-        let for_sweeps = Arc::clone(&parts);
-        engine.spawn_loop("sweep", move |_| sweep::run(Arc::clone(&for_sweeps)));
-        if engine.shared.settings.notifications {
-            engine.spawn_loop("listen", move |_| listen::run(Arc::clone(&parts)));
+        let passes = Cadence::ALL.map(|cadence| {
+            let (ask, asked) = mpsc::channel(1);
+            let asked = Arc::new(tokio::sync::Mutex::new(asked));
+            let parts = Arc::clone(&parts);
+            engine.spawn_loop(cadence.as_str(), move |_| {
+                cadence::run(Arc::clone(&parts), cadence, Arc::clone(&asked))
+            });
+            ask
+        });
+        if !draft.cadences_only {
+            let for_claims = Arc::clone(&parts);
+            engine.spawn_loop("claim", move |_| claim::run(Arc::clone(&for_claims)));
+            if engine.shared.settings.notifications {
+                engine.spawn_loop("listen", move |_| listen::run(Arc::clone(&parts)));
+            }
         }
-        Ok(Relay { outbox, stop })
+        Ok(Relay {
+            outbox,
+            stop,
+            passes,
+        })
     }
 }
+
+impl Draft {
+    fn rhythms(&self) -> Result<[Rhythm; 3], BuildError> {
+        let [sweep, backstop, maintenance] = self.rhythms;
+        Ok([
+            sweep.check("sweep_interval", DAY)?,
+            backstop.check("backstop_interval", 7 * DAY)?,
+            maintenance.check("maintenance_interval", 7 * DAY)?,
+        ])
+    }
+}
+
+impl RhythmDraft {
+    fn check(self, interval: &'static str, longest: Duration) -> Result<Rhythm, BuildError> {
+        let limit = self.statement_limit;
+        Ok(Rhythm {
+            every: settings::bounded(interval, self.every, Duration::from_millis(100), longest)?,
+            batch: settings::count("pass_batch", self.batch)?,
+            statement_limit: settings::bounded(
+                "pass_statement_limit",
+                limit,
+                Duration::from_millis(10),
+                HOUR,
+            )?,
+        })
+    }
+}
+
+const DAY: Duration = Duration::from_secs(24 * 60 * 60);
 
 const HOUR: Duration = Duration::from_secs(60 * 60);
 
@@ -197,9 +346,34 @@ impl<S: Store> fmt::Debug for RelayBuilder<S> {
 pub struct Relay<S: Store> {
     outbox: Outbox<S>,
     stop: CancellationToken,
+    passes: [mpsc::Sender<cadence::Asked>; 3],
 }
 
 impl<S: Store> Relay<S> {
+    /// Runs a pass of a cadence now, and says what it did. The next regular one comes a whole
+    /// interval later.
+    ///
+    /// For operators, and for tests that do not want to wait. It returns when everything due has
+    /// been handed to its handlers; their outcomes come later. If a pass is under way already, this
+    /// one begins after it.
+    ///
+    /// # Errors
+    ///
+    /// Returns the store's error if the pass was cut short by one: what its earlier chunks did stays
+    /// done. Also once the relay has stopped.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future loses nothing but the report.
+    pub async fn pass(&self, cadence: Cadence) -> Result<PassReport, StoreError> {
+        let (asked, report) = oneshot::channel();
+        let stopped =
+            || StoreError::new(StoreErrorKind::Other, "run a pass: the relay has stopped");
+        let ask = &self.passes[cadence as usize];
+        ask.send(asked).await.map_err(|_| stopped())?;
+        report.await.map_err(|_| stopped())?
+    }
+
     /// Stops claiming, lets handlers finish within `grace`, gives the rest back uncharged, and
     /// returns when that is stored. It ends the outbox's inline dispatch too: see
     /// [`Outbox::shutdown`].

@@ -79,5 +79,6 @@ pub mod contract;
 mod memory;
 
 pub use memory::{
-    Hold, MemoryConnection, MemoryStore, MemoryTx, MemoryWakeups, Operation, Savepoint,
+    Hold, MemoryConnection, MemoryExclusive, MemoryStore, MemoryTx, MemoryWakeups, Operation,
+    Savepoint,
 };

@@ -43,7 +43,7 @@ impl PgStoreBuilder {
         self
     }
 
-    /// The table of unsettled events: any name of 1 to 47 bytes. Defaults to `outbox_events`.
+    /// The table of unsettled events: any name of 1 to 46 bytes. Defaults to `outbox_events`.
     ///
     /// The other tables have its name and an ending, such as `outbox_events_history`.
     pub fn table(mut self, name: impl Into<String>) -> Self {
@@ -51,8 +51,8 @@ impl PgStoreBuilder {
         self
     }
 
-    /// How many connections the store may open for itself, besides one that listens for wake-ups.
-    /// Defaults to 4.
+    /// How many connections the store may open for itself, besides one that listens for wake-ups
+    /// and one for each exclusive lock that is had. Defaults to 4.
     pub fn connections(mut self, most: NonZeroU32) -> Self {
         self.connections = most;
         self

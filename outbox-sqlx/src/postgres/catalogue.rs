@@ -2,8 +2,11 @@
 
 use std::sync::Arc;
 
+use super::dead_letter::{self, Changes};
 use super::names::Names;
-use super::{claim, find, insert, purge, renew, settle, sweep, wakeup};
+use super::{
+    claim, exclusive, find, insert, lock, partition, purge, renew, settle, stats, sweep, wakeup,
+};
 
 /// The statements, rendered once: the text is what a connection finds a prepared statement by.
 pub(super) struct Catalogue {
@@ -19,9 +22,21 @@ pub(super) struct Catalogue {
     pub(super) processed: Arc<str>,
     pub(super) retry: Arc<str>,
     pub(super) dead: Arc<str>,
+    pub(super) discarded: Arc<str>,
     pub(super) sweep_look: Arc<str>,
     pub(super) sweep_take: Arc<str>,
+    pub(super) sweep_cut: Arc<str>,
     pub(super) purge: Arc<str>,
+    pub(super) upkeep: Arc<str>,
+    pub(super) dead_letters: Arc<str>,
+    pub(super) change_numbered: Changes,
+    pub(super) change_matching: Changes,
+    pub(super) stats: Arc<str>,
+    pub(super) lock_entity: Arc<str>,
+    pub(super) exclusive_try: Arc<str>,
+    pub(super) exclusive_try_in_transaction: Arc<str>,
+    pub(super) exclusive_is_had: Arc<str>,
+    pub(super) exclusive_free: Arc<str>,
     pub(super) find: Arc<str>,
     pub(super) notify: Arc<str>,
     pub(super) installation: Arc<str>,
@@ -54,9 +69,21 @@ impl Catalogue {
             processed: names.render(&settle::processed_template()),
             retry: names.render(&settle::retry_template()),
             dead: names.render(&settle::dead_template()),
+            discarded: names.render(&settle::discarded_template()),
             sweep_look: names.render(&sweep::look_template()),
             sweep_take: names.render(&sweep::take_template()),
+            sweep_cut: names.render(sweep::CUT),
             purge: names.render(purge::PURGE),
+            upkeep: names.render(partition::UPKEEP),
+            dead_letters: names.render(&dead_letter::list_template()),
+            change_numbered: Changes::numbered(|template| names.render(template)),
+            change_matching: Changes::matching(|template| names.render(template)),
+            stats: names.render(&stats::template()),
+            lock_entity: names.render(lock::LOCK_ENTITY),
+            exclusive_try: names.render(exclusive::TRY),
+            exclusive_try_in_transaction: names.render(exclusive::TRY_IN_TRANSACTION),
+            exclusive_is_had: names.render(exclusive::IS_HAD),
+            exclusive_free: names.render(exclusive::FREE),
             find: names.render(&find::find_template()),
             notify: names.render(wakeup::NOTIFY),
             installation: names.render(INSTALLATION),
@@ -66,7 +93,7 @@ impl Catalogue {
     }
 
     /// Every statement with its name, in the order in which an event meets them.
-    pub(super) fn all(&self) -> [(&'static str, &Arc<str>); 20] {
+    pub(super) fn all(&self) -> [(&'static str, &Arc<str>); 36] {
         // Taken apart by name, so that a statement that is added is a compile error here.
         let Self {
             insert_one,
@@ -81,9 +108,21 @@ impl Catalogue {
             processed,
             retry,
             dead,
+            discarded,
             sweep_look,
             sweep_take,
+            sweep_cut,
             purge,
+            upkeep,
+            dead_letters,
+            change_numbered,
+            change_matching,
+            stats,
+            lock_entity,
+            exclusive_try,
+            exclusive_try_in_transaction,
+            exclusive_is_had,
+            exclusive_free,
             find,
             notify,
             installation,
@@ -103,9 +142,25 @@ impl Catalogue {
             ("processed", processed),
             ("retry", retry),
             ("dead", dead),
+            ("discarded", discarded),
             ("sweep_look", sweep_look),
             ("sweep_take", sweep_take),
+            ("sweep_cut", sweep_cut),
             ("purge", purge),
+            ("upkeep", upkeep),
+            ("dead_letters", dead_letters),
+            ("requeue_numbered", &change_numbered.requeue),
+            ("discard_numbered", &change_numbered.discard),
+            ("purge_numbered", &change_numbered.purge),
+            ("requeue_matching", &change_matching.requeue),
+            ("discard_matching", &change_matching.discard),
+            ("purge_matching", &change_matching.purge),
+            ("stats", stats),
+            ("lock_entity", lock_entity),
+            ("exclusive_try", exclusive_try),
+            ("exclusive_try_in_transaction", exclusive_try_in_transaction),
+            ("exclusive_is_had", exclusive_is_had),
+            ("exclusive_free", exclusive_free),
             ("find", find),
             ("notify", notify),
             ("installation", installation),

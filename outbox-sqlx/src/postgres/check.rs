@@ -3,6 +3,7 @@
 use std::num::NonZeroU32;
 use std::time::Duration;
 
+use outbox_core::dead_letter::{DeadLetterFilter, DeadLetterScan};
 use outbox_core::event::Priority;
 use outbox_core::lease::{HeldLease, LeaseToken};
 use outbox_core::outcome::{DeadReason, ErrorText, Outcome};
@@ -18,7 +19,7 @@ use super::PgStore;
 use super::query::{Query, interval};
 use super::renew::holding;
 use super::sqlstate::failed;
-use super::{claim, insert, migrate, settle, sweep};
+use super::{claim, dead_letter, insert, migrate, settle, sweep};
 
 const DOING: &str = "check the outbox";
 
@@ -110,6 +111,14 @@ async fn through_every_statement(store: &PgStore, tx: &mut PgConnection) -> Resu
     expect_state(store, tx, &keyed, EventState::Processed).await?;
     one(store, tx, Query::new(&store.sql().find).bind(row)).await?;
 
+    // Discarded.
+    let row = publish(store, tx, &[event(None)]).await?;
+    let lease = take(store, tx, row).await?;
+    let discarded = Outcome::Discarded {
+        error: error.clone(),
+    };
+    record(store, tx, lease, discarded).await?;
+
     // Dead, and published with others.
     let row = publish(store, tx, &[event(None), event(None)]).await?;
     let lease = take(store, tx, row).await?;
@@ -125,10 +134,8 @@ async fn through_every_statement(store: &PgStore, tx: &mut PgConnection) -> Resu
         claim::claim_query(store, &request_for_nothing(&request)),
     )
     .await?;
-    let look = Query::new(&store.sql().sweep_look)
-        .bind(i64::MAX)
-        .bind(0_i64);
-    none(store, tx, look).await?;
+    none(store, tx, sweep::look(store, i64::MAX, 0)).await?;
+    none(store, tx, sweep::cut(store, i64::MAX, i64::MAX)).await?;
     none(
         store,
         tx,
@@ -147,6 +154,7 @@ async fn through_every_statement(store: &PgStore, tx: &mut PgConnection) -> Resu
     )
     .await?;
     one(store, tx, Query::new(&store.sql().purge).bind(0_i64)).await?;
+    one(store, tx, list_nothing(store)).await?;
     one(
         store,
         tx,
@@ -191,6 +199,17 @@ fn request_for_nothing(request: &ClaimRequest<'static>) -> ClaimRequest<'static>
         names: &[],
         ..request.clone()
     }
+}
+
+/// A list of dead letters below every number there is: it reads none, and has one row that says so.
+fn list_nothing(store: &PgStore) -> Query {
+    let scan = DeadLetterScan {
+        filter: &DeadLetterFilter::all(),
+        beyond: i64::MIN,
+        scan: NonZeroU32::MIN,
+        limit: NonZeroU32::MIN,
+    };
+    dead_letter::walk(Query::new(&store.sql().dead_letters), &scan)
 }
 
 /// Inserts the events, and answers with the first one's number.

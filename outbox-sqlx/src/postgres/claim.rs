@@ -1,9 +1,14 @@
 //! Claiming: taking due events under a lease.
 
 use outbox_core::event::Priority;
-use outbox_core::store::{ATTEMPTS_KEPT, ClaimRequest, Claimed, LEASE_ENDED, StoreError};
+use outbox_core::store::{
+    ATTEMPTS_KEPT, ClaimRequest, Claimed, LEASE_ENDED, LowWater, Pass, StoreError,
+};
+use sqlx::postgres::PgRow;
+use uuid::Uuid;
 
 use super::PgStore;
+use super::pass::Chunk;
 use super::query::{PgUuid, Query, interval};
 use super::row::{CLAIMED_COLUMNS, claimed};
 use super::sqlstate::failed;
@@ -49,10 +54,14 @@ const LAPSE_RECORDED: &str = "
     END";
 
 /// `failures` with room for one more: the oldest goes when there are as many as are kept.
+///
+/// - It names `pg_catalog`, because a settlement in the caller's transaction has it too.
 const FAILURES_SHORTENED: &str = "
         CASE
-            WHEN event.failures IS NULL THEN '[]'::jsonb
-            WHEN jsonb_array_length(event.failures) >= {attempts_kept} THEN event.failures - 0
+            WHEN event.failures IS NULL THEN '[]'::pg_catalog.jsonb
+            WHEN pg_catalog.jsonb_array_length(event.failures)
+                OPERATOR(pg_catalog.>=) {attempts_kept}
+                THEN event.failures OPERATOR(pg_catalog.-) 0
             ELSE event.failures
         END";
 
@@ -232,6 +241,25 @@ fn taker(sql: &std::sync::Arc<str>, request: &ClaimRequest<'_>) -> Query {
         .bind(request.names)
 }
 
+/// As [`claim`], in a chunk of a pass.
+pub(super) async fn claim_in(
+    store: &PgStore,
+    pass: Pass,
+    request: &ClaimRequest<'_>,
+) -> Result<Option<Vec<Claimed>>, StoreError> {
+    let installation = store.installation().await?;
+    let Some(mut chunk) = Chunk::begin(store, pass, DOING).await? else {
+        return Ok(None);
+    };
+    let everywhere = ClaimRequest {
+        low_water: LowWater::BEGINNING,
+        ..request.clone()
+    };
+    let rows = chunk.ask(claim_query(store, &everywhere)).await?;
+    chunk.commit().await?;
+    all_claimed(&rows, installation, request).map(Some)
+}
+
 async fn take(
     store: &PgStore,
     request: &ClaimRequest<'_>,
@@ -239,6 +267,14 @@ async fn take(
 ) -> Result<Vec<Claimed>, StoreError> {
     let installation = store.installation().await?;
     let rows = store.ask(DOING, query).await?;
+    all_claimed(&rows, installation, request)
+}
+
+fn all_claimed(
+    rows: &[PgRow],
+    installation: Uuid,
+    request: &ClaimRequest<'_>,
+) -> Result<Vec<Claimed>, StoreError> {
     rows.iter()
         .map(|row| claimed(row, installation, request.token))
         .collect::<Result<_, _>>()

@@ -9,6 +9,7 @@ use sqlx::{AssertSqlSafe, Executor, PgConnection, Row};
 use super::BEGIN;
 use super::PgStore;
 use super::names::Names;
+use super::partition::UPKEEP_AT_FIRST;
 use super::query::Query;
 use super::sqlstate::failed;
 
@@ -69,6 +70,10 @@ pub(super) async fn migrate(store: &PgStore) -> Result<(), StoreError> {
         }
         for (_, sql) in MIGRATIONS.iter().filter(|(version, _)| *version > found) {
             run(&mut tx, &store.names().render(sql)).await?;
+        }
+        if found == 0 {
+            let upkeep = store.names().render(UPKEEP_AT_FIRST);
+            ask(&mut tx, Query::new(&upkeep)).await?;
         }
     }
     tx.commit().await.map_err(doing)

@@ -11,22 +11,53 @@
 //! | who | rights |
 //! | --- | --- |
 //! | publisher | `INSERT`, `SELECT` on the table and on `_keys`; `USAGE` on `_id_seq`; `SELECT` on `_installation` |
-//! | relay | the above, and `UPDATE`, `DELETE` on the table and on `_keys`; `SELECT`, `INSERT`, `UPDATE`, `DELETE` on `_history`; `INSERT` on `_dead`; `SELECT` on `_all` and `_schema` |
+//! | relay | the above, and `UPDATE`, `DELETE` on the table and on `_keys`; `SELECT`, `INSERT`, `UPDATE`, `DELETE` on `_history`; `SELECT`, `INSERT` on `_dead`; `SELECT` on `_all` and `_schema` |
+//! | maintenance | the relay's, and `EXECUTE` on the function `_upkeep(interval)` |
+//! | operator, who requeues, discards and purges dead letters | `SELECT`, `UPDATE`, `DELETE` on `_dead`; `INSERT` on the table and on `_history`; `SELECT`, `INSERT`, `UPDATE` on `_keys`; `SELECT` on `_all` and `_installation` |
 //! | reader | `SELECT` on `_all` |
+//!
+//! `_upkeep` makes and drops the partitions of `_history` with the rights of the role that migrated,
+//! which is why nobody else may run it until it is granted. A relay whose role may not goes on
+//! without: rows then collect in `_history_default`, from which each pass removes what is past its
+//! retention. While that has more than 32 MiB, no partition is made, because attaching one reads it
+//! from end to end.
 //!
 //! Row-level security must not apply to them: it hides rows without an error, and a queue whose
 //! rows are hidden looks empty. [`Store::check`] finds that out.
+//!
+//! # Connections
+//!
+//! Count them all in `max_connections`: per process those of the application's pool, the store's
+//! own ([`connections`](PgStoreBuilder::connections), 4), one that listens for wake-ups, and one
+//! for each exclusive lock while it is had.
+//!
+//! # Advisory locks
+//!
+//! The library takes advisory locks of two numbers. Their namespaces are
+//! [`RESERVED_NAMESPACES`](outbox_core::lock::RESERVED_NAMESPACES):
+//!
+//! | for | first number | second number |
+//! | --- | --- | --- |
+//! | a chunk of a pass | `0x6f75....`, of schema and table | 1 sweep, 2 backstop, 3 maintenance |
+//! | a migration | `0x6f757462` | of the schema |
+//! | an exclusive lock | `0x6f76....`, of schema, table and the lock's name | of the same |
 
+use std::borrow::Cow;
 use std::fmt;
 use std::future::Future;
 use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
+use outbox_core::dead_letter::{
+    DeadLetterChange, DeadLetterChunk, DeadLetterRows, DeadLetterScan, DeadLettersChanged,
+};
 use outbox_core::lease::HeldLease;
+use outbox_core::lock::LockId;
+use outbox_core::stats::StoreStats;
 use outbox_core::store::{
-    ClaimRequest, Claimed, EventRecord, Insertion, NewEvent, Renewal, Settled, Settlement, Store,
-    StoreError, StoreErrorKind, SweepChunk, SweepRequest, Verified,
+    ClaimRequest, Claimed, EventRecord, Insertion, NewEvent, Part, Pass, Renewal, Settled,
+    Settlement, Store, StoreError, StoreErrorKind, SweepChunk, SweepRequest, Upkeep, Verified,
 };
 use sqlx::postgres::{PgPoolOptions, PgRow};
 use sqlx::{AssertSqlSafe, Connection, Executor, PgConnection, PgPool, Postgres, Row, Transaction};
@@ -35,6 +66,7 @@ use uuid::Uuid;
 
 pub use self::builder::PgStoreBuilder;
 use self::catalogue::Catalogue;
+pub use self::exclusive::PgExclusive;
 use self::names::Names;
 use self::query::{PgUuid, Query};
 use self::session::{Own, session, settings};
@@ -47,10 +79,18 @@ mod claim;
 mod renew;
 mod settle;
 
+mod partition;
+mod pass;
 mod purge;
 mod sweep;
 
+mod dead_letter;
 mod find;
+mod stats;
+
+mod exclusive;
+mod lock;
+mod part;
 mod wakeup;
 
 mod check;
@@ -321,13 +361,20 @@ impl PgStore {
         &self,
         connection: &'c mut PgConnection,
     ) -> Result<Transaction<'c, Postgres>, sqlx::Error> {
+        match self.begin_sql() {
+            Cow::Borrowed(begin) => connection.begin_with(begin).await,
+            Cow::Owned(begin) => connection.begin_with(AssertSqlSafe(begin)).await,
+        }
+    }
+
+    /// What begins a transaction with the store's settings on one of its own connections: one
+    /// message, so that the settings cost no round trip of their own.
+    fn begin_sql(&self) -> Cow<'static, str> {
         if self.inner.pooler {
-            // One message, so that the settings cost no round trip of their own.
             let settings = settings(self.inner.deadline, "SET LOCAL");
-            let begin = format!("{BEGIN}; {settings}");
-            connection.begin_with(AssertSqlSafe(begin)).await
+            Cow::Owned(format!("{BEGIN}; {settings}"))
         } else {
-            connection.begin_with(BEGIN).await
+            Cow::Borrowed(BEGIN)
         }
     }
 
@@ -413,6 +460,7 @@ impl Store for PgStore {
     type Connection = PgConnection;
     type Tx<'t> = Transaction<'t, Postgres>;
     type Wakeups = PgWakeups;
+    type Exclusive = PgExclusive;
 
     async fn begin(&self) -> Result<Self::Tx<'static>, StoreError> {
         const DOING: &str = "begin a transaction";
@@ -434,6 +482,13 @@ impl Store for PgStore {
         rolled_back.map_err(|error| failed("roll back", error))
     }
 
+    async fn begin_part<'c>(
+        &self,
+        connection: &'c mut PgConnection,
+    ) -> Result<Box<dyn Part<PgConnection> + 'c>, StoreError> {
+        part::begin(connection).await
+    }
+
     async fn insert(
         &self,
         connection: &mut PgConnection,
@@ -442,12 +497,37 @@ impl Store for PgStore {
         insert::insert(self, connection, events).await
     }
 
+    async fn settle_through(
+        &self,
+        connection: &mut PgConnection,
+        settlements: &[Settlement],
+    ) -> Result<Vec<Settled>, StoreError> {
+        settle::settle_through(self, connection, settlements).await
+    }
+
+    async fn lock_entity(
+        &self,
+        connection: &mut PgConnection,
+        namespace: i32,
+        id: LockId,
+    ) -> Result<(), StoreError> {
+        lock::lock_entity(self, connection, namespace, id).await
+    }
+
     async fn check(&self) -> Result<(), StoreError> {
         check::check(self).await
     }
 
     async fn claim(&self, request: &ClaimRequest<'_>) -> Result<Vec<Claimed>, StoreError> {
         claim::claim(self, request).await
+    }
+
+    async fn claim_in(
+        &self,
+        pass: Pass,
+        request: &ClaimRequest<'_>,
+    ) -> Result<Option<Vec<Claimed>>, StoreError> {
+        claim::claim_in(self, pass, request).await
     }
 
     async fn claim_rows(
@@ -478,12 +558,44 @@ impl Store for PgStore {
         renew::release(self, leases).await
     }
 
-    async fn sweep(&self, request: &SweepRequest<'_>) -> Result<SweepChunk, StoreError> {
-        sweep::sweep(self, request).await
+    async fn sweep(
+        &self,
+        pass: Pass,
+        request: &SweepRequest<'_>,
+    ) -> Result<Option<SweepChunk>, StoreError> {
+        sweep::sweep(self, pass, request).await
     }
 
-    async fn purge(&self, limit: NonZeroU32) -> Result<u64, StoreError> {
-        purge::purge(self, limit).await
+    async fn purge(&self, pass: Pass, limit: NonZeroU32) -> Result<Option<u64>, StoreError> {
+        purge::purge(self, pass, limit).await
+    }
+
+    async fn upkeep(&self, pass: Pass, ahead: Duration) -> Result<Option<Upkeep>, StoreError> {
+        partition::upkeep(self, pass, ahead).await
+    }
+
+    async fn dead_letters(&self, scan: &DeadLetterScan<'_>) -> Result<DeadLetterChunk, StoreError> {
+        dead_letter::dead_letters(self, scan).await
+    }
+
+    async fn change_dead_letters(
+        &self,
+        rows: DeadLetterRows<'_>,
+        change: DeadLetterChange,
+    ) -> Result<DeadLettersChanged, StoreError> {
+        dead_letter::change(self, rows, change).await
+    }
+
+    async fn stats(&self) -> Result<StoreStats, StoreError> {
+        stats::stats(self).await
+    }
+
+    async fn try_exclusive(
+        &self,
+        name: &str,
+        instance: &str,
+    ) -> Result<Option<PgExclusive>, StoreError> {
+        exclusive::try_exclusive(self, name, instance).await
     }
 
     async fn find(&self, row: i64) -> Result<Option<EventRecord>, StoreError> {

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use outbox_core::cadence::Cadence;
 use outbox_core::store::StoreError;
 
 use crate::ident::Ident;
@@ -9,11 +10,11 @@ use crate::ident::Ident;
 /// PostgreSQL cuts a longer name.
 const NAME_MAX: usize = 63;
 
-/// The longest of the endings below.
-const SUFFIX_MAX: usize = "_history_default".len();
+/// The longest ending of a name: that of a partition, which the database makes by itself.
+const SUFFIX_MAX: usize = "_history_20000101".len();
 
 /// What a template may name, and the ending of the table's name it stands for.
-const RELATIONS: [(&str, &str); 9] = [
+const RELATIONS: [(&str, &str); 10] = [
     ("{events}", ""),
     ("{events_id_seq}", "_id_seq"),
     ("{history}", "_history"),
@@ -23,6 +24,16 @@ const RELATIONS: [(&str, &str); 9] = [
     ("{installation}", "_installation"),
     ("{versions}", "_schema"),
     ("{all}", "_all"),
+    ("{upkeep}", "_upkeep"),
+];
+
+/// The same as string constants.
+const LITERALS: [(&str, &str); 5] = [
+    ("{events_literal}", ""),
+    ("{events_id_seq_literal}", "_id_seq"),
+    ("{history_literal}", "_history"),
+    ("{history_default_literal}", "_history_default"),
+    ("{dead_literal}", "_dead"),
 ];
 
 /// Indexes are created beside their tables: their names take no schema.
@@ -60,17 +71,30 @@ impl Names {
 
     /// Fills the names into `template`.
     pub(super) fn render(&self, template: &str) -> Arc<str> {
-        let mut sql = template.replace(
-            "{events_id_seq_literal}",
-            &literal(&self.qualified("_id_seq")),
-        );
+        let mut sql = template.to_owned();
+        for (placeholder, suffix) in LITERALS {
+            sql = sql.replace(placeholder, &literal(&self.qualified(suffix)));
+        }
         for (placeholder, suffix) in RELATIONS {
             sql = sql.replace(placeholder, &self.qualified(suffix));
         }
         for (placeholder, suffix) in INDEXES {
             sql = sql.replace(placeholder, &self.table.quoted_with(suffix));
         }
-        sql.replace("{schema}", &self.schema.quoted_with("")).into()
+        sql.replace("{schema_literal}", &literal(self.schema.as_str()))
+            .replace("{table_literal}", &literal(self.table.as_str()))
+            .replace("{function_quote}", &self.function_quote())
+            .replace("{schema}", &self.schema.quoted_with(""))
+            .into()
+    }
+
+    /// What begins and ends the text of a function: nothing that a name inside it has.
+    fn function_quote(&self) -> String {
+        let mut quote = "$function$".to_owned();
+        while self.schema.as_str().contains(&quote) || self.table.as_str().contains(&quote) {
+            quote.insert(1, '_');
+        }
+        quote
     }
 
     fn qualified(&self, suffix: &str) -> String {
@@ -84,10 +108,43 @@ impl Names {
     /// The channel of the wake-ups: the same in every process, another one for every outbox, and
     /// within the 63 bytes that a channel's name may have.
     pub(super) fn channel(&self) -> String {
+        format!("outbox_{:016x}", fingerprint(self.bytes()))
+    }
+
+    /// The advisory lock of one of the cadences. The first number spells `ou` in its upper half and
+    /// is made of schema and table in its lower one.
+    ///
+    /// Two outboxes whose names happen to give the same number stand down for each other now and
+    /// then; nothing depends on who has the lock.
+    pub(super) fn cadence_lock(&self, cadence: Cadence) -> (i32, i32) {
+        let [.., a, b] = fingerprint(self.bytes()).to_be_bytes();
+        let namespace = i32::from_be_bytes([b'o', b'u', a, b]);
+        let id = match cadence {
+            Cadence::Sweep => 1,
+            Cadence::Backstop => 2,
+            Cadence::Maintenance => 3,
+        };
+        (namespace, id)
+    }
+
+    /// The advisory lock of an exclusive lock. The first number spells `ov` in its upper half.
+    ///
+    /// 48 bits, and not 32 as an id has: of two names that gave the same lock, one would stand down
+    /// for as long as the other one runs, which can be for ever.
+    pub(super) fn exclusive_lock(&self, name: &str) -> (i32, i32) {
+        let all = self.bytes().chain(std::iter::once(0)).chain(name.bytes());
+        let [_, _, a, b, c, d, e, f] = fingerprint(all).to_be_bytes();
+        (
+            i32::from_be_bytes([b'o', b'v', a, b]),
+            i32::from_be_bytes([c, d, e, f]),
+        )
+    }
+
+    /// What one outbox differs from every other one of its database in.
+    fn bytes(&self) -> impl Iterator<Item = u8> {
         let schema = self.schema.as_str().bytes();
         let table = self.table.as_str().bytes();
-        let both = schema.chain(std::iter::once(0)).chain(table);
-        format!("outbox_{:016x}", fingerprint(both))
+        schema.chain(std::iter::once(0)).chain(table)
     }
 
     /// The advisory lock of the migrator. By schema, because two outboxes that are installed in one
@@ -116,6 +173,7 @@ fn literal(text: &str) -> String {
 
 #[cfg(test)]
 mod tests {
+    use outbox_core::lock::RESERVED_NAMESPACES;
     use outbox_core::store::StoreErrorKind;
 
     use super::*;
@@ -144,13 +202,43 @@ mod tests {
 
     #[test]
     fn no_name_made_from_the_table_is_longer_than_the_database_allows() {
-        let longest = RELATIONS.iter().chain(&INDEXES).map(|(_, suffix)| suffix);
-        assert_eq!(longest.map(|suffix| suffix.len()).max(), Some(SUFFIX_MAX));
+        for (_, suffix) in RELATIONS.iter().chain(&INDEXES) {
+            assert!(suffix.len() <= SUFFIX_MAX, "{suffix}");
+        }
 
         assert!(Names::new("s", &"t".repeat(NAME_MAX - SUFFIX_MAX)).is_ok());
         let too_long = Names::new("s", &"t".repeat(70)).unwrap_err();
         assert_eq!(too_long.kind(), StoreErrorKind::Config);
         assert!(too_long.to_string().contains(&"t".repeat(70)));
+    }
+
+    #[test]
+    fn no_name_ends_the_function_it_stands_in() {
+        check(
+            "outbox",
+            "a$function$",
+            "{function_quote}{table_literal}{function_quote}",
+            "$_function$E'a$function$'$_function$",
+        );
+    }
+
+    #[test]
+    fn every_lock_is_in_the_reserved_namespaces() {
+        let names = Names::new("outbox", "outbox_events").unwrap();
+        let cadences = Cadence::ALL.map(|cadence| names.cadence_lock(cadence));
+        assert_eq!(cadences.map(|(_, id)| id), [1, 2, 3]);
+        let locks = [
+            cadences[0],
+            names.exclusive_lock("report"),
+            names.migration_lock(),
+        ];
+        for (namespace, _) in locks {
+            assert!(RESERVED_NAMESPACES.contains(&namespace), "{namespace:x}");
+        }
+        let other = Names::new("outbox", "more_events").unwrap();
+        assert_ne!(other.cadence_lock(Cadence::Sweep), cadences[0]);
+        assert_ne!(other.exclusive_lock("report"), locks[1]);
+        assert_ne!(names.exclusive_lock("reports"), locks[1]);
     }
 
     #[test]

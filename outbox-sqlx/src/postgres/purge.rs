@@ -2,10 +2,11 @@
 
 use std::num::NonZeroU32;
 
-use outbox_core::store::StoreError;
+use outbox_core::store::{Pass, StoreError};
 use sqlx::Row;
 
 use super::PgStore;
+use super::pass::Chunk;
 use super::query::Query;
 use super::sqlstate::failed;
 
@@ -15,6 +16,10 @@ const DOING: &str = "remove what is past its retention";
 ///
 /// - Only the history and the keys are named, so no row that waits, is leased, retries or is dead
 ///   can be reached. A key has no `expires_at` while its event is one of those.
+/// - Wherever in the history they are. A partition whose day is past is dropped as a whole; until
+///   somebody does that, its rows are removed as all others.
+/// - The bound stands in the `DELETE` as well, which then does not look for each row in the
+///   partitions of the days to come.
 /// - Events first, and keys with what is left of the limit: a key outlives its event.
 /// - `SKIP LOCKED`, so that two purges do not wait for each other.
 /// - `(SELECT clock_timestamp())` is one value, which can bound the index.
@@ -40,6 +45,7 @@ pub(super) const PURGE: &str = "
     removed_events AS (
         DELETE FROM {history}
         WHERE id = ANY (ARRAY(SELECT id FROM events))
+        AND expires_at <= (SELECT clock_timestamp())
         RETURNING 1
     ),
     removed_keys AS (
@@ -50,12 +56,20 @@ pub(super) const PURGE: &str = "
     SELECT (SELECT count(*) FROM removed_events) + (SELECT count(*) FROM removed_keys)
 ";
 
-pub(super) async fn purge(store: &PgStore, limit: NonZeroU32) -> Result<u64, StoreError> {
+pub(super) async fn purge(
+    store: &PgStore,
+    pass: Pass,
+    limit: NonZeroU32,
+) -> Result<Option<u64>, StoreError> {
+    let Some(mut chunk) = Chunk::begin(store, pass, DOING).await? else {
+        return Ok(None);
+    };
     let query = Query::new(&store.sql().purge).bind(i64::from(limit.get()));
-    let rows = store.ask(DOING, query).await?;
+    let rows = chunk.ask(query).await?;
+    chunk.commit().await?;
     let removed: i64 = match rows.first() {
         Some(row) => row.try_get(0).map_err(|error| failed(DOING, error))?,
         None => 0,
     };
-    Ok(u64::try_from(removed).unwrap_or(0))
+    Ok(Some(u64::try_from(removed).unwrap_or(0)))
 }

@@ -19,10 +19,14 @@ use super::sqlstate::failed;
 /// - `width_bucket` finds the position by bisection: `$1` is sorted and names no row twice.
 /// - No join: its plan, made while the table was empty and kept when it has grown, reads the whole
 ///   table for each batch. This reads the primary key whatever the planner believes.
+/// - It names `pg_catalog`, because a settlement in the caller's transaction runs with the caller's
+///   `search_path`.
 /// - Both conditions stand where the row is locked, so that they are looked at again when somebody
 ///   changed the row a moment before.
-pub(super) const IS_HELD: &str =
-    "event.id = ANY ($1) AND event.lease_token = ($2::uuid[])[width_bucket(event.id, $1)]";
+pub(super) const IS_HELD: &str = "
+    event.id OPERATOR(pg_catalog.=) ANY ($1)
+    AND event.lease_token OPERATOR(pg_catalog.=)
+        ($2::pg_catalog.uuid[])[pg_catalog.width_bucket(event.id, $1)]";
 
 /// Reads which of the tokens `$2` are still in the rows `$1`, and how long for.
 pub(super) const VERIFY: &str = "

@@ -131,7 +131,7 @@ pub(super) fn time(micros: i64) -> SystemTime {
     }
 }
 
-fn count(stored: i32) -> Result<NonZeroU32, sqlx::Error> {
+pub(super) fn count(stored: i32) -> Result<NonZeroU32, sqlx::Error> {
     u32::try_from(stored)
         .ok()
         .and_then(NonZeroU32::new)

@@ -2,6 +2,7 @@
 
 use outbox_core::outcome::Outcome;
 use outbox_core::store::{Settled, Settlement, StoreError};
+use sqlx::PgConnection;
 
 use super::PgStore;
 use super::claim::failures_shortened;
@@ -16,44 +17,65 @@ const DOING: &str = "settle events";
 /// - One statement: the row leaves the hot table and arrives in the history, and its key learns the
 ///   result, at one moment. A process that dies leaves all of it or nothing.
 /// - `{is_held}` refuses whoever lost the lease: the row is then another one's, or gone.
-/// - The key lives at least as long as the history row, and has the result of an event that keeps
-///   no history row: that is where a publisher of the same key finds it.
-/// - The key is there, so it is updated. An upsert looks it up in its index whatever the planner
-///   believes; a join scans every key there is when its plan was made while there were few.
+/// - All functions and operators here and below name `pg_catalog`: outcomes are also recorded in
+///   the caller's transaction, with the caller's `search_path`.
 const PROCESSED: &str = "
     WITH gone AS (
         DELETE FROM {events} AS event
         WHERE {is_held}
-        RETURNING event.*, ($3::text[])[width_bucket(event.id, $1)] AS output
+        RETURNING
+            event.*,
+            ($3::pg_catalog.text[])[pg_catalog.width_bucket(event.id, $1)] AS output
     ),
     kept AS (
         INSERT INTO {history} (
-            id, name, version, payload, headers, dedup_key, ordering_key, priority, attempts,
-            max_attempts, claimed_by, created_at, settled_at, expires_at, last_error,
+            id, state, name, version, payload, headers, dedup_key, ordering_key, priority,
+            attempts, max_attempts, claimed_by, created_at, settled_at, expires_at, last_error,
             failures, output
         )
         SELECT
-            id, name, version, payload, headers, dedup_key, ordering_key, priority, attempts,
-            max_attempts, claimed_by, created_at, clock_timestamp(),
-            clock_timestamp() + retention, last_error, failures, output::json
+            id, 'processed', name, version, payload, headers, dedup_key, ordering_key, priority,
+            attempts, max_attempts, claimed_by, created_at, pg_catalog.clock_timestamp(),
+            pg_catalog.clock_timestamp() OPERATOR(pg_catalog.+) retention, last_error, failures,
+            output::pg_catalog.json
         FROM gone
-        WHERE retention > interval '0'
+        WHERE retention OPERATOR(pg_catalog.>) interval '0'
     ),
-    answered AS (
+    answered AS ({key_processed})
+    SELECT id, lease_token FROM gone
+";
+
+/// Removes the rows `$1`, held by the tokens `$2`.
+const DISCARDED: &str = "
+    WITH gone AS (
+        DELETE FROM {events} AS event
+        WHERE {is_held}
+        RETURNING event.*
+    ),
+    answered AS ({key_discarded})
+    SELECT id, lease_token FROM gone
+";
+
+/// Tells the keys of the rows in `gone` that nothing more will happen to their events.
+///
+/// - The key lives at least as long as the history row, and has the result of an event that keeps
+///   no history row: that is where a publisher of the same key finds it.
+/// - The key is there, so it is updated. An upsert looks it up in its index whatever the planner
+///   believes; a join scans every key there is when its plan was made while there were few.
+const KEY_SETTLED: &str = "
         INSERT INTO {keys} AS key (name, key, event_id, retention, state, output, expires_at)
         SELECT
-            name, dedup_key, id, retention, 'processed', output::json,
-            clock_timestamp() + retention
+            name, dedup_key, id, retention, '{state}', {output},
+            pg_catalog.clock_timestamp() OPERATOR(pg_catalog.+) retention
         FROM gone
         WHERE dedup_key IS NOT NULL
         ON CONFLICT (name, key) DO UPDATE
         SET state = excluded.state,
             output = excluded.output,
-            expires_at = clock_timestamp() + greatest(key.retention, excluded.retention)
-        WHERE key.event_id = excluded.event_id
-    )
-    SELECT id, lease_token FROM gone
-";
+            expires_at = pg_catalog.clock_timestamp()
+                OPERATOR(pg_catalog.+) greatest(key.retention, excluded.retention)
+        WHERE key.event_id OPERATOR(pg_catalog.=) excluded.event_id
+    ";
 
 /// Puts the rows `$1`, held by the tokens `$2`, off for `$3`, because of `$4`.
 ///
@@ -61,14 +83,15 @@ const PROCESSED: &str = "
 /// - `clock_timestamp()`: the wait begins now, not when the attempt began.
 const RETRY: &str = "
     UPDATE {events} AS event
-    SET due_at = clock_timestamp() + ($3::interval[])[width_bucket(event.id, $1)],
+    SET due_at = pg_catalog.clock_timestamp() OPERATOR(pg_catalog.+)
+            ($3::pg_catalog.interval[])[pg_catalog.width_bucket(event.id, $1)],
         lease_token = NULL,
         lease_expires_at = NULL,
         claimed_by = NULL,
-        last_error = ($4::text[])[width_bucket(event.id, $1)],
+        last_error = ($4::pg_catalog.text[])[pg_catalog.width_bucket(event.id, $1)],
         failures = {failure_recorded}
     WHERE {is_held}
-    RETURNING event.id, ($2::uuid[])[width_bucket(event.id, $1)]
+    RETURNING event.id, ($2::pg_catalog.uuid[])[pg_catalog.width_bucket(event.id, $1)]
 ";
 
 /// Moves the rows `$1`, held by the tokens `$2`, to the dead letters, for the reasons `$3` and
@@ -80,8 +103,10 @@ const DEAD: &str = "
         DELETE FROM {events} AS event
         WHERE {is_held}
         RETURNING
-            event.*, ($3::text[])[width_bucket(event.id, $1)] AS reason,
-            ($4::text[])[width_bucket(event.id, $1)] AS error, {failure_recorded} AS all_failures
+            event.*,
+            ($3::pg_catalog.text[])[pg_catalog.width_bucket(event.id, $1)] AS reason,
+            ($4::pg_catalog.text[])[pg_catalog.width_bucket(event.id, $1)] AS error,
+            {failure_recorded} AS all_failures
     ),
     kept AS (
         INSERT INTO {dead} (
@@ -91,7 +116,7 @@ const DEAD: &str = "
         )
         SELECT
             id, name, version, payload, headers, dedup_key, ordering_key, priority, attempts,
-            max_attempts, retention, claimed_by, created_at, clock_timestamp(), reason,
+            max_attempts, retention, claimed_by, created_at, pg_catalog.clock_timestamp(), reason,
             error, all_failures
         FROM gone
     )
@@ -100,15 +125,29 @@ const DEAD: &str = "
 
 /// `failures` with an entry for the attempt that ends here.
 const FAILURE_RECORDED: &str = "
-    {failures_shortened} || jsonb_build_array(jsonb_build_object(
+    {failures_shortened} OPERATOR(pg_catalog.||)
+    pg_catalog.jsonb_build_array(pg_catalog.jsonb_build_object(
         'attempt', event.attempts,
-        'at', (extract(epoch FROM clock_timestamp()) * 1000000)::bigint,
+        'at', (
+            extract(epoch FROM pg_catalog.clock_timestamp()) OPERATOR(pg_catalog.*) 1000000
+        )::bigint,
         'instance', event.claimed_by,
-        'error', ($4::text[])[width_bucket(event.id, $1)]
+        'error', ($4::pg_catalog.text[])[pg_catalog.width_bucket(event.id, $1)]
     ))";
 
 pub(super) fn processed_template() -> String {
     recording(PROCESSED)
+}
+
+pub(super) fn discarded_template() -> String {
+    recording(DISCARDED)
+}
+
+/// `KEY_SETTLED` for keys whose events end in `state`, with `output`.
+pub(super) fn key_settled(state: &str, output: &str) -> String {
+    KEY_SETTLED
+        .replace("{state}", state)
+        .replace("{output}", output)
 }
 
 pub(super) fn retry_template() -> String {
@@ -120,7 +159,10 @@ pub(super) fn dead_template() -> String {
 }
 
 fn recording(template: &str) -> String {
+    let key_processed = key_settled("processed", "output::pg_catalog.json");
     template
+        .replace("{key_processed}", &key_processed)
+        .replace("{key_discarded}", &key_settled("discarded", "NULL"))
         .replace("{failure_recorded}", FAILURE_RECORDED)
         .replace("{failures_shortened}", &failures_shortened())
         .replace("{is_held}", IS_HELD)
@@ -138,6 +180,24 @@ pub(super) async fn settle(
     answers(leases, &rows).map_err(|error| failed(DOING, error))
 }
 
+/// As [`settle`], through the caller's connection.
+///
+/// One statement per kind of outcome, in the caller's transaction: after an error some may have been
+/// recorded, and the caller rolls back.
+pub(super) async fn settle_through(
+    store: &PgStore,
+    connection: &mut PgConnection,
+    settlements: &[Settlement],
+) -> Result<Vec<Settled>, StoreError> {
+    let mut rows = Vec::new();
+    for query in queries(store, settlements) {
+        let recorded = query.fetch(connection, store.keeps_statements()).await;
+        rows.push(recorded.map_err(|error| failed(DOING, error))?);
+    }
+    let leases = settlements.iter().map(|settlement| settlement.lease);
+    answers(leases, &rows).map_err(|error| failed(DOING, error))
+}
+
 /// One statement per kind of outcome that occurs. More than one of them go into one transaction,
 /// so that a batch is recorded as a whole or not at all.
 pub(super) fn queries(store: &PgStore, settlements: &[Settlement]) -> Vec<Query> {
@@ -151,6 +211,7 @@ fn wave_queries(store: &PgStore, settlements: &[&Settlement]) -> Vec<Query> {
     let mut processed = (Vec::new(), Vec::new());
     let mut retries = (Vec::new(), Vec::new(), Vec::new());
     let mut dead = (Vec::new(), Vec::new(), Vec::new());
+    let mut discarded = Vec::new();
     for settlement in settlements {
         match &settlement.outcome {
             Outcome::Processed { output } => {
@@ -167,6 +228,7 @@ fn wave_queries(store: &PgStore, settlements: &[&Settlement]) -> Vec<Query> {
                 dead.1.push(reason.as_str());
                 dead.2.push(error.as_str());
             }
+            Outcome::Discarded { .. } => discarded.push(settlement.lease),
         }
     }
 
@@ -182,6 +244,9 @@ fn wave_queries(store: &PgStore, settlements: &[&Settlement]) -> Vec<Query> {
     if !dead.0.is_empty() {
         let query = holding(Query::new(&store.sql().dead), &dead.0);
         queries.push(query.bind(dead.1).bind(dead.2));
+    }
+    if !discarded.is_empty() {
+        queries.push(holding(Query::new(&store.sql().discarded), &discarded));
     }
     queries
 }

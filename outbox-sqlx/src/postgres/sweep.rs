@@ -1,11 +1,13 @@
 //! Sweeping: what no claim will ever take.
 
-use outbox_core::store::{StoreError, SweepChunk, SweepRequest};
+use outbox_core::settings::LEASE_MAX;
+use outbox_core::store::{Pass, StoreError, SweepChunk, SweepRequest};
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 
 use super::PgStore;
 use super::claim::LEASE_IS_FREE;
+use super::pass::Chunk;
 use super::query::{PgUuid, Query, interval};
 use super::row::exhausted;
 use super::sqlstate::failed;
@@ -13,13 +15,17 @@ use super::sqlstate::failed;
 const DOING: &str = "sweep";
 
 /// Looks at up to `$2` rows after number `$1`. Answers, per event name, with how many there are,
-/// the last number, and how many have no attempt left and nobody holding them.
+/// the last number, how many are due with no attempt left and nobody holding them, and how many
+/// have a lease that ends later than `$3` from now.
 ///
 /// - It only reads: a sweep that finds nothing to do draws no transaction id and writes no WAL.
 const LOOK: &str = "
-    SELECT name, count(*), max(id), count(*) FILTER (WHERE attempts >= max_attempts AND {lease_is_free})
+    SELECT
+        name, count(*), max(id),
+        count(*) FILTER (WHERE {is_exhausted}),
+        count(*) FILTER (WHERE lease_expires_at > clock_timestamp() + $3)
     FROM (
-        SELECT id, name, attempts, max_attempts, lease_expires_at
+        SELECT id, name, attempts, max_attempts, lease_expires_at, due_at
         FROM {events}
         WHERE id > $1
         ORDER BY id
@@ -44,32 +50,62 @@ const TAKE: &str = "
         claimed_by = coalesce(event.claimed_by, $3)
     WHERE event.id = ANY (ARRAY(
         SELECT id FROM {events}
-        WHERE id > $4 AND id <= $5 AND attempts >= max_attempts AND {lease_is_free}
+        WHERE id > $4 AND id <= $5 AND {is_exhausted}
         ORDER BY id
         FOR UPDATE SKIP LOCKED
     ))
     RETURNING event.id, event.name, event.attempts, event.max_attempts
 ";
 
+/// Cuts the leases that `LOOK` found between the numbers `$1` and `$2`, to end `$3` from now.
+///
+/// - The clock of a server that was set forward and back gives such a lease, and without this its
+///   row would be nobody's for as long.
+/// - The token stays: whoever holds it has longer than any lease, and loses nothing.
+/// - A lease that somebody is renewing is right by itself in a moment: `SKIP LOCKED`.
+pub(super) const CUT: &str = "
+    UPDATE {events} AS event
+    SET lease_expires_at = clock_timestamp() + $3
+    WHERE event.id = ANY (ARRAY(
+        SELECT id FROM {events}
+        WHERE id > $1 AND id <= $2 AND lease_expires_at > clock_timestamp() + $3
+        ORDER BY id
+        FOR UPDATE SKIP LOCKED
+    ))
+    RETURNING event.id
+";
+
+/// What no claim will take, and nothing else is about to change: a lease has to end, and a due time
+/// to come, first.
+const IS_EXHAUSTED: &str = "attempts >= max_attempts AND {lease_is_free}
+            AND (due_at IS NULL OR due_at <= clock_timestamp())";
+
 pub(super) fn look_template() -> String {
-    LOOK.replace("{lease_is_free}", LEASE_IS_FREE)
+    with_conditions(LOOK)
 }
 
 pub(super) fn take_template() -> String {
-    TAKE.replace("{lease_is_free}", LEASE_IS_FREE)
+    with_conditions(TAKE)
+}
+
+fn with_conditions(template: &str) -> String {
+    template
+        .replace("{is_exhausted}", IS_EXHAUSTED)
+        .replace("{lease_is_free}", LEASE_IS_FREE)
 }
 
 pub(super) async fn sweep(
     store: &PgStore,
+    pass: Pass,
     request: &SweepRequest<'_>,
-) -> Result<SweepChunk, StoreError> {
+) -> Result<Option<SweepChunk>, StoreError> {
     let installation = store.installation().await?;
+    let Some(mut work) = Chunk::begin(store, pass, DOING).await? else {
+        return Ok(None);
+    };
     let scan = i64::from(request.scan.get());
-    let look = Query::new(&store.sql().sweep_look)
-        .bind(request.after)
-        .bind(scan);
-    let seen: Vec<Seen> = store
-        .ask(DOING, look)
+    let seen: Vec<Seen> = work
+        .ask(look(store, request.after, scan))
         .await?
         .iter()
         .map(seen)
@@ -82,20 +118,39 @@ pub(super) async fn sweep(
         next: last.filter(|_| rows >= scan),
         ..SweepChunk::default()
     };
+    if let Some(last) = last.filter(|_| seen.iter().any(|seen| seen.beyond_bounds > 0)) {
+        let rows = work.ask(cut(store, request.after, last)).await?;
+        chunk.cut_leases = u64::try_from(rows.len()).unwrap_or(u64::MAX);
+    }
     if let Some(last) = last.filter(|_| seen.iter().any(|seen| seen.exhausted > 0)) {
-        let rows = store.ask(DOING, take(store, request, last)).await?;
+        let rows = work.ask(take(store, request, last)).await?;
         chunk.exhausted = rows
             .iter()
             .map(|row| exhausted(row, installation, request.token))
             .collect::<Result<_, _>>()
             .map_err(|error| failed(DOING, error))?;
     }
+    work.commit().await?;
     chunk.unhandled = seen
         .into_iter()
         .filter(|seen| !request.names.contains(&seen.name.as_str()))
         .map(|seen| (seen.name, u64::try_from(seen.rows).unwrap_or(0)))
         .collect();
-    Ok(chunk)
+    Ok(Some(chunk))
+}
+
+pub(super) fn look(store: &PgStore, after: i64, scan: i64) -> Query {
+    Query::new(&store.sql().sweep_look)
+        .bind(after)
+        .bind(scan)
+        .bind(interval(LEASE_MAX))
+}
+
+pub(super) fn cut(store: &PgStore, after: i64, last: i64) -> Query {
+    Query::new(&store.sql().sweep_cut)
+        .bind(after)
+        .bind(last)
+        .bind(interval(LEASE_MAX))
 }
 
 pub(super) fn take(store: &PgStore, request: &SweepRequest<'_>, last: i64) -> Query {
@@ -112,6 +167,7 @@ struct Seen {
     rows: i64,
     last: i64,
     exhausted: i64,
+    beyond_bounds: i64,
 }
 
 fn seen(row: &PgRow) -> Result<Seen, sqlx::Error> {
@@ -120,5 +176,6 @@ fn seen(row: &PgRow) -> Result<Seen, sqlx::Error> {
         rows: row.try_get(1)?,
         last: row.try_get(2)?,
         exhausted: row.try_get(3)?,
+        beyond_bounds: row.try_get(4)?,
     })
 }

@@ -3,9 +3,10 @@
 use std::num::NonZeroU32;
 use std::time::Duration;
 
+use outbox_core::dead_letter::{DeadLetterChange, DeadLetterRows};
 use outbox_core::event::Priority;
-use outbox_core::lease::LeaseToken;
-use outbox_core::outcome::Outcome;
+use outbox_core::lease::{HeldLease, LeaseToken};
+use outbox_core::outcome::{DeadReason, ErrorText, Outcome};
 use outbox_core::store::{
     ClaimRequest, Insertion, LowWater, NewEvent, Settled, Settlement, StoreError, StoreErrorKind,
 };
@@ -13,7 +14,7 @@ use sqlx::SqliteConnection;
 
 use super::code::sqlite_error;
 use super::sql::{Statements, Table, safe};
-use super::{claim, insert, migrate, settle};
+use super::{claim, dead_letter, insert, lock, migrate, settle};
 
 /// 0 (OFF), 1 (NORMAL), 2 (FULL) or 3 (EXTRA), for this connection.
 pub(super) const SYNCHRONOUS: &str = "PRAGMA synchronous";
@@ -22,7 +23,8 @@ const FULL: i64 = 2;
 
 const NAME: &str = "outbox.check";
 
-/// Takes a real row through everything a relay does. The caller rolls back.
+/// Takes a real row through everything a relay and an operator do, and takes a lock. The caller rolls
+/// back.
 ///
 /// Rights cannot be asked for in SQLite: a file, a directory or the whole mount may be read-only,
 /// and only a write finds out.
@@ -38,6 +40,24 @@ pub(super) async fn run(
     let [Insertion::Inserted(id)] = inserted[..] else {
         return Err(odd("a new row was taken for a duplicate"));
     };
+    let lease = claim(connection, statements, id.row()).await?;
+    let dead = Outcome::Dead {
+        reason: DeadReason::Permanent,
+        error: ErrorText::new(&"a check"),
+    };
+    settle(connection, statements, lease, dead).await?;
+    requeue(connection, statements, id.row()).await?;
+    let lease = claim(connection, statements, id.row()).await?;
+    let processed = Outcome::Processed { output: None };
+    settle(connection, statements, lease, processed).await?;
+    take_lock(connection, statements).await
+}
+
+async fn claim(
+    connection: &mut SqliteConnection,
+    statements: &Statements,
+    row: i64,
+) -> Result<HeldLease, StoreError> {
     let request = ClaimRequest {
         reserved: 0,
         limit: NonZeroU32::MIN,
@@ -47,22 +67,68 @@ pub(super) async fn run(
         names: &[NAME],
         low_water: LowWater::BEGINNING,
     };
-    let claimed = claim::run_rows(connection, statements, &[id.row()], &request)
+    let claimed = claim::run_rows(connection, statements, &[row], &request)
         .await
         .map_err(|error| sqlite_error("claim a row to check the outbox", error))?;
-    let [claimed] = &claimed[..] else {
-        return Err(odd("a row that was just inserted could not be claimed"));
-    };
-    let settlement = Settlement {
-        lease: claimed.lease(),
-        outcome: Outcome::Processed { output: None },
-    };
+    match &claimed[..] {
+        [claimed] => Ok(claimed.lease()),
+        _ => Err(odd("a row that is due could not be claimed")),
+    }
+}
+
+async fn settle(
+    connection: &mut SqliteConnection,
+    statements: &Statements,
+    lease: HeldLease,
+    outcome: Outcome,
+) -> Result<(), StoreError> {
+    let settlement = Settlement { lease, outcome };
     let settled = settle::run(connection, statements, &[settlement])
         .await
         .map_err(|error| sqlite_error("settle a row to check the outbox", error))?;
     match settled[..] {
         [Settled::Recorded] => Ok(()),
         _ => Err(odd("a row that was just claimed could not be settled")),
+    }
+}
+
+async fn requeue(
+    connection: &mut SqliteConnection,
+    statements: &Statements,
+    row: i64,
+) -> Result<(), StoreError> {
+    let change = DeadLetterChange::Requeue {
+        delay: Duration::ZERO,
+        spacing: Duration::ZERO,
+    };
+    let rows = DeadLetterRows::Numbered(&[row]);
+    let changed = dead_letter::change(connection, statements, rows, change)
+        .await
+        .map_err(|error| sqlite_error("requeue a row to check the outbox", error))?;
+    match changed.rows[..] {
+        [_] => Ok(()),
+        _ => Err(odd("a row that was just buried could not be requeued")),
+    }
+}
+
+async fn take_lock(
+    connection: &mut SqliteConnection,
+    statements: &Statements,
+) -> Result<(), StoreError> {
+    let token = LeaseToken::random();
+    let failed = |error| sqlite_error("take a lock to check the outbox", error);
+    let taken = lock::take(connection, statements, NAME, token, NAME)
+        .await
+        .map_err(failed)?;
+    let kept = lock::keep(connection, statements, NAME, token)
+        .await
+        .map_err(failed)?;
+    lock::free(connection, statements, NAME, token)
+        .await
+        .map_err(failed)?;
+    match taken && kept {
+        true => Ok(()),
+        false => Err(odd("a lock that nobody has could not be taken")),
     }
 }
 
@@ -94,12 +160,13 @@ fn event() -> NewEvent {
         version: NonZeroU32::MIN,
         payload: "{}".to_owned(),
         headers: None,
-        dedup_key: None,
+        // A key, so that the table of keys is written to.
+        dedup_key: Some(LeaseToken::random().as_uuid().to_string()),
         ordering_key: None,
         priority: Priority::Low,
         max_attempts: NonZeroU32::MIN,
         delay: Duration::ZERO,
-        // Kept, so that the history is written to as well.
+        // And kept, so that the history is.
         retention: Duration::from_secs(60),
         key_retention: Duration::ZERO,
         lease: None,

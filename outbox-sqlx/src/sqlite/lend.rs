@@ -1,8 +1,9 @@
 //! A connection for one call: its transaction, its deadline, and what becomes of it afterwards.
 
 use std::future::Future;
+use std::time::Instant;
 
-use outbox_core::store::{StoreError, StoreErrorKind};
+use outbox_core::store::{Pass, StoreError, StoreErrorKind};
 use sqlx::pool::PoolConnection;
 use sqlx::sqlite::SqlitePool;
 use sqlx::{Connection, Sqlite, SqliteConnection, Transaction};
@@ -31,6 +32,44 @@ impl SqliteStore {
             },
         );
         self.within(doing, transaction).await
+    }
+
+    /// Runs `work` as a chunk of a pass: a write transaction, whose statements SQLite stops at the
+    /// pass's limit. That counts from when the write lock is had: the wait for it is nobody's long
+    /// statement.
+    ///
+    /// The write lock of the file is the lock of every cadence, and who has it is waited for. So no
+    /// other instance is ever at it: the answer is never `None`.
+    pub(super) async fn write_in<T>(
+        &self,
+        pass: Pass,
+        doing: &'static str,
+        work: impl AsyncFnOnce(&mut SqliteConnection) -> Result<T, sqlx::Error>,
+    ) -> Result<Option<T>, StoreError> {
+        // An interrupted write is rolled back by SQLite itself, and its connection must be closed
+        // then, which would be the end of a database in memory.
+        let interrupts = !self.inner.in_memory;
+        let work = async move |connection: &mut SqliteConnection| {
+            if interrupts {
+                stop_statements_at(connection, Instant::now() + pass.statement_limit).await?;
+            }
+            let answer = work(connection).await;
+            if interrupts {
+                // Before the commit, which is not to be stopped half way.
+                connection.lock_handle().await?.remove_progress_handler();
+            }
+            answer
+        };
+        let transaction = self.transaction(
+            doing,
+            End::Commit,
+            async move |connection: &mut SqliteConnection| {
+                work(connection)
+                    .await
+                    .map_err(|error| sqlite_error(doing, error))
+            },
+        );
+        self.within(doing, transaction).await.map(Some)
     }
 
     /// Runs `work` in a transaction that holds the write lock from its beginning.
@@ -118,6 +157,24 @@ impl SqliteStore {
             })
     }
 }
+
+/// Lets SQLite stop whatever statement is running on the connection at `end`.
+///
+/// Dropping the call would not: the connection's thread goes on, and so does the write lock.
+async fn stop_statements_at(
+    connection: &mut SqliteConnection,
+    end: Instant,
+) -> Result<(), sqlx::Error> {
+    connection
+        .lock_handle()
+        .await?
+        .set_progress_handler(STEPS_BETWEEN_LOOKS, move || Instant::now() < end);
+    Ok(())
+}
+
+/// How many steps of SQLite's machine a statement runs between two looks at the clock: a fraction
+/// of a millisecond.
+const STEPS_BETWEEN_LOOKS: i32 = 10_000;
 
 /// How a transaction ends whose work succeeded.
 #[derive(Clone, Copy)]

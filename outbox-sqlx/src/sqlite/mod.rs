@@ -31,11 +31,28 @@
 //! It reports an error. Do not publish after that: with no transaction around it, an event is
 //! committed at once, although `commit()` fails later.
 //!
+//! The write lock is also the lock of every entity
+//! ([`lock_entity`](outbox_core::store::Store::lock_entity)): a transaction that has locked one has
+//! locked all, and the file. A deferred transaction becomes a writing one by it.
+//!
+//! # An exclusive lock is a lease
+//!
+//! A lock that one instance has for longer than a transaction is a row with a token and an end, 30
+//! seconds ahead by the database's clock, which its holder moves on every few seconds. Whoever dies
+//! with it, or drops it without releasing it, has it until then. A holder that was frozen for
+//! longer may find that somebody else has it: what it does must be harmless twice, or fenced by
+//! something of its own.
+//!
 //! # The pool is the application's
 //!
 //! The store has no connections of its own. On a pool of one connection a relay waits for whoever
 //! holds it, and an application that holds it and waits for the relay waits until the pool gives
 //! up. In-memory databases of one connection work, within that limit.
+//!
+//! A chunk of a cadence sets a progress handler on the connection it has borrowed, so that SQLite
+//! stops a statement that takes too long, and removes it again. A progress handler of the
+//! application's own would be gone then. On an in-memory database there is none: a statement that
+//! takes too long goes on after its call has given up.
 //!
 //! # A number can be given again after a rollback
 //!
@@ -53,24 +70,29 @@
 //! # What is in the file
 //!
 //! The table's name is the beginning of all names: `outbox_events` (what is not settled),
-//! `outbox_events_history` (processed, until its retention has passed), `outbox_events_dead`,
-//! `outbox_events_keys` (dedup keys), `outbox_events_installation` and `outbox_events_schema`. The
-//! view `outbox_events_all` shows every event with its status in words. Several outboxes live in one
+//! `outbox_events_history` (processed or discarded, until its retention has passed),
+//! `outbox_events_dead`, `outbox_events_keys` (dedup keys), `outbox_events_locks` (exclusive locks),
+//! `outbox_events_installation` and `outbox_events_schema`. The view `outbox_events_all` shows every event with its status in words. Several outboxes live in one
 //! file under different names. SQLite 3.38 or later is needed to work with it, and the one that
 //! sqlx brings is.
 
+mod builder;
 mod check;
 mod claim;
 mod code;
+mod dead_letter;
 mod find;
 mod insert;
 mod lend;
+mod lock;
 mod migrate;
+mod part;
 mod purge;
 mod renew;
 mod row;
 mod settle;
 mod sql;
+mod stats;
 mod sweep;
 
 use std::fmt;
@@ -79,16 +101,25 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use outbox_core::dead_letter::{
+    DeadLetterChange, DeadLetterChunk, DeadLetterRows, DeadLetterScan, DeadLettersChanged,
+};
 use outbox_core::lease::HeldLease;
+use outbox_core::lock::LockId;
+use outbox_core::stats::StoreStats;
 use outbox_core::store::{
-    ClaimRequest, Claimed, EventRecord, Insertion, NewEvent, NoWakeups, Renewal, Settled,
-    Settlement, Store, StoreError, StoreErrorKind, SweepChunk, SweepRequest, Verified,
+    ClaimRequest, Claimed, EventRecord, Insertion, LowWater, NewEvent, NoWakeups, Part, Pass,
+    Renewal, Settled, Settlement, Store, StoreError, StoreErrorKind, SweepChunk, SweepRequest,
+    Upkeep, Verified,
 };
 use sqlx::sqlite::{
     SqliteConnectOptions, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteSynchronous,
 };
 use sqlx::{Sqlite, SqliteConnection, Transaction};
 use uuid::Uuid;
+
+pub use self::builder::SqliteStoreBuilder;
+pub use self::lock::SqliteExclusive;
 
 use self::code::sqlite_error;
 use self::lend::{End, is_in_memory};
@@ -170,11 +201,7 @@ impl SqliteStore {
     /// # }
     /// ```
     pub fn builder(pool: SqlitePool) -> SqliteStoreBuilder {
-        SqliteStoreBuilder {
-            pool,
-            table: Table::default().as_str().to_owned(),
-            deadline: DEFAULT_DEADLINE,
-        }
+        SqliteStoreBuilder::new(pool)
     }
 
     fn assemble(pool: SqlitePool, table: Table, deadline: Duration) -> Self {
@@ -268,62 +295,22 @@ impl fmt::Debug for SqliteStore {
     }
 }
 
-/// The settings of a [`SqliteStore`]. Made by [`SqliteStore::builder`].
-#[derive(Clone, Debug)]
-#[must_use]
-pub struct SqliteStoreBuilder {
-    pool: SqlitePool,
-    table: String,
-    deadline: Duration,
-}
-
-impl SqliteStoreBuilder {
-    /// The table of unsettled events; all other names begin with it.
-    ///
-    /// 1 to 50 bytes without U+0000 that do not begin with `sqlite_`. It is quoted, so anything
-    /// else may be in it. Defaults to `outbox_events`.
-    pub fn table(mut self, name: impl Into<String>) -> Self {
-        self.table = name.into();
-        self
-    }
-
-    /// How long one call may take, the wait for a connection and for the write lock included.
-    ///
-    /// More than zero. The busy timeout of the pool's connections should be shorter, so that SQLite
-    /// itself says why it did not get the lock. Defaults to 10 seconds.
-    pub fn statement_deadline(mut self, deadline: Duration) -> Self {
-        self.deadline = deadline;
-        self
-    }
-
-    /// Makes the store. Nothing is sent to the database.
-    ///
-    /// # Errors
-    ///
-    /// An error of kind [`Config`](StoreErrorKind::Config) if a setting is outside its bounds.
-    pub fn build(self) -> Result<SqliteStore, StoreError> {
-        if self.deadline.is_zero() {
-            return Err(StoreError::new(
-                StoreErrorKind::Config,
-                "the statement deadline is zero",
-            ));
-        }
-        Ok(SqliteStore::assemble(
-            self.pool,
-            Table::new(&self.table)?,
-            self.deadline,
-        ))
-    }
-}
-
 impl Store for SqliteStore {
     type Connection = SqliteConnection;
     type Tx<'t> = Transaction<'t, Sqlite>;
     type Wakeups = NoWakeups;
+    type Exclusive = SqliteExclusive;
 
     async fn begin(&self) -> Result<Self::Tx<'static>, StoreError> {
         let doing = "begin a transaction";
         self.within(doing, self.begin_for_caller(doing)).await
+    }
+
+    async fn begin_part<'c>(
+        &self,
+        connection: &'c mut SqliteConnection,
+    ) -> Result<Box<dyn Part<SqliteConnection> + 'c>, StoreError> {
+        part::begin(connection).await
     }
 
     async fn commit(&self, tx: Self::Tx<'static>) -> Result<(), StoreError> {
@@ -354,6 +341,29 @@ impl Store for SqliteStore {
         insert::insert(connection, &self.inner.statements, events).await
     }
 
+    async fn settle_through(
+        &self,
+        connection: &mut Self::Connection,
+        settlements: &[Settlement],
+    ) -> Result<Vec<Settled>, StoreError> {
+        settle::run_through(connection, &self.inner.statements, settlements)
+            .await
+            .map_err(|error| sqlite_error("settle events in a transaction", error))
+    }
+
+    /// Takes the write lock of the file, whatever the namespace and the id. It waits as long as the
+    /// connection's busy timeout.
+    async fn lock_entity(
+        &self,
+        connection: &mut Self::Connection,
+        _namespace: i32,
+        _id: LockId,
+    ) -> Result<(), StoreError> {
+        lock::lock_entity(connection, &self.inner.statements)
+            .await
+            .map_err(|error| sqlite_error("lock an entity", error))
+    }
+
     async fn check(&self) -> Result<(), StoreError> {
         let doing = "check the outbox";
         let Inner {
@@ -374,6 +384,26 @@ impl Store for SqliteStore {
         self.write("claim events", async |connection: &mut SqliteConnection| {
             claim::run(connection, statements, request).await
         })
+        .await
+    }
+
+    async fn claim_in(
+        &self,
+        pass: Pass,
+        request: &ClaimRequest<'_>,
+    ) -> Result<Option<Vec<Claimed>>, StoreError> {
+        let statements = &self.inner.statements;
+        let everywhere = ClaimRequest {
+            low_water: LowWater::BEGINNING,
+            ..request.clone()
+        };
+        self.write_in(
+            pass,
+            "claim events in a pass",
+            async |connection: &mut SqliteConnection| {
+                claim::run(connection, statements, &everywhere).await
+            },
+        )
         .await
     }
 
@@ -437,20 +467,73 @@ impl Store for SqliteStore {
         .await
     }
 
-    async fn sweep(&self, request: &SweepRequest<'_>) -> Result<SweepChunk, StoreError> {
+    async fn sweep(
+        &self,
+        pass: Pass,
+        request: &SweepRequest<'_>,
+    ) -> Result<Option<SweepChunk>, StoreError> {
         let statements = &self.inner.statements;
-        self.write("sweep", async |connection: &mut SqliteConnection| {
+        self.write_in(pass, "sweep", async |connection: &mut SqliteConnection| {
             sweep::run(connection, statements, request).await
         })
         .await
     }
 
-    async fn purge(&self, limit: NonZeroU32) -> Result<u64, StoreError> {
+    async fn purge(&self, pass: Pass, limit: NonZeroU32) -> Result<Option<u64>, StoreError> {
         let statements = &self.inner.statements;
-        self.write("purge", async |connection: &mut SqliteConnection| {
+        self.write_in(pass, "purge", async |connection: &mut SqliteConnection| {
             purge::run(connection, statements, limit).await
         })
         .await
+    }
+
+    /// Always [`Upkeep::Done`]: the history has no partitions.
+    async fn upkeep(&self, _pass: Pass, _ahead: Duration) -> Result<Option<Upkeep>, StoreError> {
+        Ok(Some(Upkeep::Done))
+    }
+
+    async fn dead_letters(&self, scan: &DeadLetterScan<'_>) -> Result<DeadLetterChunk, StoreError> {
+        let statements = &self.inner.statements;
+        self.read(
+            "list dead letters",
+            async |connection: &mut SqliteConnection| {
+                dead_letter::list(connection, statements, scan).await
+            },
+        )
+        .await
+    }
+
+    async fn change_dead_letters(
+        &self,
+        rows: DeadLetterRows<'_>,
+        change: DeadLetterChange,
+    ) -> Result<DeadLettersChanged, StoreError> {
+        let statements = &self.inner.statements;
+        self.write(
+            "change dead letters",
+            async |connection: &mut SqliteConnection| {
+                dead_letter::change(connection, statements, rows, change).await
+            },
+        )
+        .await
+    }
+
+    /// Counts the first 50,000 unsettled events and the first 50,000 dead letters, by number.
+    async fn stats(&self) -> Result<StoreStats, StoreError> {
+        let statements = &self.inner.statements;
+        self.read("count events", async |connection: &mut SqliteConnection| {
+            stats::run(connection, statements).await
+        })
+        .await
+    }
+
+    /// The lock is a lease of 30 seconds, which is kept until it is released or its holder dies.
+    async fn try_exclusive(
+        &self,
+        name: &str,
+        instance: &str,
+    ) -> Result<Option<Self::Exclusive>, StoreError> {
+        SqliteExclusive::take(self, name, instance).await
     }
 
     async fn find(&self, row: i64) -> Result<Option<EventRecord>, StoreError> {

@@ -6,7 +6,7 @@ use sqlx::SqliteConnection;
 
 use super::sql::{Statements, safe};
 
-/// Removes up to `?1` processed events past their retention, the longest overdue first.
+/// Removes up to `?1` processed and discarded events past their retention, the longest overdue first.
 ///
 /// The history holds nothing that waits, is leased, retries or is dead; no condition is needed to
 /// spare those.
@@ -17,7 +17,7 @@ pub(super) const HISTORY: &str = "
 
 /// Removes up to `?1` dedup keys past their end.
 ///
-/// - A key has an end only once its event is processed.
+/// - A key has an end only once its event is processed or discarded.
 /// - `NOT EXISTS`: where the history is being removed in small bites, a key still outlives its
 ///   event's row.
 pub(super) const KEYS: &str = "

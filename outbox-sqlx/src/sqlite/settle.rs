@@ -8,9 +8,9 @@ use std::collections::HashSet;
 
 use outbox_core::lease::HeldLease;
 use outbox_core::outcome::Outcome;
-use outbox_core::store::{Settled, Settlement};
+use outbox_core::store::{EventState, Settled, Settlement};
 use serde_json::{Value, json};
-use sqlx::{Row, SqliteConnection};
+use sqlx::{Connection, Row, SqliteConnection};
 
 use super::claim::append_failure;
 use super::row::{leases_json, micros, token, token_text};
@@ -31,12 +31,12 @@ pub(super) const HELD: &str = "
 /// - The row leaves its lease token behind; who held it last stays.
 pub(super) const ARCHIVE: &str = "
     INSERT INTO {history} (
-        id, name, version, priority, payload, headers, dedup_key, ordering_key, attempts,
+        id, name, version, priority, state, payload, headers, dedup_key, ordering_key, attempts,
         max_attempts, claimed_by, created_at, settled_at, expires_at, failures, output
     )
     SELECT
-        event.id, name, version, priority, payload, headers, dedup_key, ordering_key, attempts,
-        max_attempts, claimed_by, created_at, {now}, {now} + retention, failures,
+        event.id, name, version, priority, 'processed', payload, headers, dedup_key, ordering_key,
+        attempts, max_attempts, claimed_by, created_at, {now}, {now} + retention, failures,
         settled.value ->> 'output'
     FROM json_each(?1) AS settled
     JOIN {events} AS event
@@ -44,29 +44,32 @@ pub(super) const ARCHIVE: &str = "
     WHERE retention > 0
 ";
 
-/// Keeps the final state and output of processed events beside their keys, whether the events
-/// themselves are kept or not, and starts the keys' end.
+/// Keeps the final state and output of events beside their keys, whether the events themselves are
+/// kept or not, and starts the keys' end. What is discarded has no output.
 ///
 /// - The longer of the two retentions: a key outlives its event's last row.
 /// - `event_id`: a key is only ever closed by the event that holds it.
-pub(super) const CLOSE_KEYS: &str = "
-    UPDATE {keys} AS taken
-    SET state = 'processed',
-        output = settled.output,
-        expires_at = {now} + max(settled.retention, settled.key_retention)
-    FROM (
-        SELECT
-            event.id, event.name, event.dedup_key, event.retention, event.key_retention,
-            outcome.value ->> 'output' AS output
-        FROM json_each(?1) AS outcome
-        JOIN {events} AS event
-            ON event.id = outcome.value ->> 'row' AND event.lease_token = outcome.value ->> 'token'
-        WHERE event.dedup_key IS NOT NULL
-    ) AS settled
-    WHERE taken.name = settled.name
-        AND taken.key = settled.dedup_key
-        AND taken.event_id = settled.id
-";
+pub(super) fn close_keys(state: EventState) -> String {
+    format!(
+        "UPDATE {{keys}} AS taken
+        SET state = '{state}',
+            output = settled.output,
+            expires_at = {{now}} + max(settled.retention, settled.key_retention)
+        FROM (
+            SELECT
+                event.id, event.name, event.dedup_key, event.retention, event.key_retention,
+                outcome.value ->> 'output' AS output
+            FROM json_each(?1) AS outcome
+            JOIN {{events}} AS event
+                ON event.id = outcome.value ->> 'row'
+                AND event.lease_token = outcome.value ->> 'token'
+            WHERE event.dedup_key IS NOT NULL
+        ) AS settled
+        WHERE taken.name = settled.name
+            AND taken.key = settled.dedup_key
+            AND taken.event_id = settled.id"
+    )
+}
 
 /// Copies events to the dead letters, with the failure that ended them.
 pub(super) fn bury() -> String {
@@ -139,6 +142,7 @@ pub(super) async fn run(
     let mut open = held(connection, statements, settlements.iter().map(|s| &s.lease)).await?;
     let mut answers = Vec::with_capacity(settlements.len());
     let (mut processed, mut failed, mut dead) = (Vec::new(), Vec::new(), Vec::new());
+    let mut discarded = Vec::new();
 
     for settlement in settlements {
         let lease = settlement.lease;
@@ -160,12 +164,14 @@ pub(super) async fn run(
             Outcome::Dead { reason, error } => dead.push(json!({
                 "row": row, "token": token, "reason": reason.as_str(), "error": error.as_str(),
             })),
+            Outcome::Discarded { .. } => discarded.push(json!({"row": row, "token": token})),
         }
     }
 
     let Statements {
         archive,
         close_keys,
+        discard_keys,
         bury,
         mark_dead_keys,
         leave,
@@ -176,6 +182,7 @@ pub(super) async fn run(
         (processed, &[archive, close_keys, leave][..]),
         (failed, &[retry][..]),
         (dead, &[bury, mark_dead_keys, leave][..]),
+        (discarded, &[discard_keys, leave][..]),
     ] {
         if batch.is_empty() {
             continue;
@@ -189,6 +196,29 @@ pub(super) async fn run(
         }
     }
     Ok(answers)
+}
+
+/// Settles through the caller's connection, in a part of the caller's transaction.
+///
+/// A part of its own, because SQLite undoes only the statement that failed: without it a caller
+/// that goes on after an error would commit half of what settling writes.
+pub(super) async fn run_through(
+    connection: &mut SqliteConnection,
+    statements: &Statements,
+    settlements: &[Settlement],
+) -> Result<Vec<Settled>, sqlx::Error> {
+    let mut part = connection.begin().await?;
+    match run(&mut part, statements, settlements).await {
+        Ok(answers) => {
+            part.commit().await?;
+            Ok(answers)
+        }
+        Err(error) => {
+            // What made the settlement fail says more than that there was nothing left to undo.
+            let _ = part.rollback().await;
+            Err(error)
+        }
+    }
 }
 
 /// Which of `leases` are still in their rows.

@@ -2,10 +2,12 @@
 
 use std::sync::Arc;
 
-use outbox_core::store::{StoreError, StoreErrorKind};
+use outbox_core::store::{EventState, StoreError, StoreErrorKind};
 use sqlx::AssertSqlSafe;
 
-use super::{check, claim, find, insert, migrate, purge, renew, settle, sweep};
+use super::{
+    check, claim, dead_letter, find, insert, lock, migrate, purge, renew, settle, stats, sweep,
+};
 use crate::ident::Ident;
 
 /// The database's clock, in microseconds since the epoch.
@@ -108,6 +110,7 @@ fn suffix(placeholder: &str) -> &'static str {
         "keys" => "_keys",
         "keys_end" => "_keys_end",
         "take_key" => "_take_key",
+        "locks" => "_locks",
         "installation" => "_installation",
         "schema" => "_schema",
         "all" => "_all",
@@ -126,6 +129,7 @@ pub(super) struct Statements {
     pub(super) held: Arc<str>,
     pub(super) archive: Arc<str>,
     pub(super) close_keys: Arc<str>,
+    pub(super) discard_keys: Arc<str>,
     pub(super) bury: Arc<str>,
     pub(super) mark_dead_keys: Arc<str>,
     pub(super) leave: Arc<str>,
@@ -135,9 +139,25 @@ pub(super) struct Statements {
     pub(super) release: Arc<str>,
     pub(super) sweep_chunk: Arc<str>,
     pub(super) sweep_names: Arc<str>,
+    pub(super) sweep_cut: Arc<str>,
     pub(super) sweep_claim: Arc<str>,
     pub(super) purge_history: Arc<str>,
     pub(super) purge_keys: Arc<str>,
+    pub(super) dead_look_down: Arc<str>,
+    pub(super) dead_look_up: Arc<str>,
+    pub(super) dead_list: Arc<str>,
+    pub(super) dead_numbered: Arc<str>,
+    pub(super) requeue: Arc<str>,
+    pub(super) archive_dead: Arc<str>,
+    pub(super) close_dead_keys: Arc<str>,
+    pub(super) leave_dead: Arc<str>,
+    pub(super) counts: Arc<str>,
+    pub(super) oldest_due: Arc<str>,
+    pub(super) lock_cut: Arc<str>,
+    pub(super) lock_take: Arc<str>,
+    pub(super) lock_keep: Arc<str>,
+    pub(super) lock_free: Arc<str>,
+    pub(super) lock_entity: Arc<str>,
     pub(super) find: Arc<str>,
     pub(super) schema_version: Arc<str>,
     pub(super) set_version: Arc<str>,
@@ -155,7 +175,8 @@ impl Statements {
             claim_rows: table.statement(&claim::claim_rows()),
             held: table.statement(settle::HELD),
             archive: table.statement(settle::ARCHIVE),
-            close_keys: table.statement(settle::CLOSE_KEYS),
+            close_keys: table.statement(&settle::close_keys(EventState::Processed)),
+            discard_keys: table.statement(&settle::close_keys(EventState::Discarded)),
             bury: table.statement(&settle::bury()),
             mark_dead_keys: table.statement(settle::MARK_DEAD_KEYS),
             leave: table.statement(settle::LEAVE),
@@ -165,9 +186,25 @@ impl Statements {
             release: table.statement(renew::RELEASE),
             sweep_chunk: table.statement(sweep::CHUNK),
             sweep_names: table.statement(sweep::NAMES),
+            sweep_cut: table.statement(sweep::CUT),
             sweep_claim: table.statement(sweep::CLAIM),
             purge_history: table.statement(purge::HISTORY),
             purge_keys: table.statement(purge::KEYS),
+            dead_look_down: table.statement(&dead_letter::look_down()),
+            dead_look_up: table.statement(&dead_letter::look_up()),
+            dead_list: table.statement(dead_letter::LIST),
+            dead_numbered: table.statement(dead_letter::NUMBERED),
+            requeue: table.statement(dead_letter::REQUEUE),
+            archive_dead: table.statement(dead_letter::ARCHIVE_DEAD),
+            close_dead_keys: table.statement(dead_letter::CLOSE_DEAD_KEYS),
+            leave_dead: table.statement(dead_letter::LEAVE_DEAD),
+            counts: table.statement(stats::COUNTS),
+            oldest_due: table.statement(&stats::oldest_due()),
+            lock_cut: table.statement(lock::CUT),
+            lock_take: table.statement(lock::TAKE),
+            lock_keep: table.statement(lock::KEEP),
+            lock_free: table.statement(lock::FREE),
+            lock_entity: table.statement(lock::LOCK_ENTITY),
             find: table.statement(find::FIND),
             schema_version: table.statement(migrate::VERSION),
             set_version: table.statement(migrate::SET_VERSION),
@@ -216,8 +253,9 @@ mod tests {
         );
     }
 
-    /// Every statement that looks for rows of the outbox, under a name.
-    fn looking(statements: &Statements) -> [(&'static str, &Arc<str>); 20] {
+    /// Every statement that looks for rows of the outbox, under a name. `counts` walks two tables
+    /// as far as its limit, and `lock_entity` looks for none.
+    fn looking(statements: &Statements) -> [(&'static str, &Arc<str>); 35] {
         [
             ("insert_one", &statements.insert_one),
             ("insert_many", &statements.insert_many),
@@ -239,11 +277,26 @@ mod tests {
             ("purge_history", &statements.purge_history),
             ("purge_keys", &statements.purge_keys),
             ("find", &statements.find),
+            ("discard_keys", &statements.discard_keys),
+            ("sweep_cut", &statements.sweep_cut),
+            ("dead_look_down", &statements.dead_look_down),
+            ("dead_look_up", &statements.dead_look_up),
+            ("dead_list", &statements.dead_list),
+            ("dead_numbered", &statements.dead_numbered),
+            ("requeue", &statements.requeue),
+            ("archive_dead", &statements.archive_dead),
+            ("close_dead_keys", &statements.close_dead_keys),
+            ("leave_dead", &statements.leave_dead),
+            ("oldest_due", &statements.oldest_due),
+            ("lock_cut", &statements.lock_cut),
+            ("lock_take", &statements.lock_take),
+            ("lock_keep", &statements.lock_keep),
+            ("lock_free", &statements.lock_free),
         ]
     }
 
     #[tokio::test]
-    async fn no_statement_walks_a_table_and_the_claim_uses_both_indexes_on_every_level() {
+    async fn no_statement_walks_a_table_and_what_is_due_is_found_in_both_indexes_on_every_level() {
         let pool = sqlx::sqlite::SqlitePoolOptions::new()
             .max_connections(1)
             .connect("sqlite::memory:")
@@ -284,7 +337,7 @@ mod tests {
                         && !step.contains("CONSTANT ROW")
                 };
                 assert_eq!(plan.iter().find(walks), None, "{name}: {plan:#?}");
-                if name == "claim" {
+                if name == "claim" || name == "oldest_due" {
                     for index in ["outbox_events_ready", "outbox_events_waiting"] {
                         let levels = plan.iter().filter(|step| step.contains(index)).count();
                         assert_eq!(levels, 4, "{index}: {plan:#?}");

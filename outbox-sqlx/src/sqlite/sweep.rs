@@ -1,5 +1,6 @@
 //! Sweeping: looking at all that is not settled, whatever its name.
 
+use outbox_core::settings::LEASE_MAX;
 use outbox_core::store::{SweepChunk, SweepRequest};
 use sqlx::{Row, SqliteConnection};
 
@@ -19,6 +20,16 @@ pub(super) const NAMES: &str = "
     WHERE id > ?1 AND id <= ?2 AND name NOT IN (SELECT value FROM json_each(?3))
     GROUP BY name
     ORDER BY name
+";
+
+/// Lets the leases of the chunk from after `?1` to `?2` end `?3` microseconds from now at the latest.
+///
+/// The token stays: whoever holds the lease has at least as long as any lease may last, and may
+/// renew and settle as before.
+pub(super) const CUT: &str = "
+    UPDATE {events}
+    SET lease_expires_at = {now} + ?3
+    WHERE id > ?1 AND id <= ?2 AND lease_expires_at > {now} + ?3
 ";
 
 /// Claims the rows of the chunk from after `?1` to `?2` that have no attempt left and no lease that
@@ -71,6 +82,14 @@ pub(super) async fn run(
         unhandled.push((text(row, "name")?, rows));
     }
 
+    let cut_leases = sqlx::query(safe(&statements.sweep_cut))
+        .bind(request.after)
+        .bind(last)
+        .bind(micros(LEASE_MAX))
+        .execute(&mut *connection)
+        .await?
+        .rows_affected();
+
     let taken = sqlx::query(safe(&statements.sweep_claim))
         .bind(request.after)
         .bind(last)
@@ -85,6 +104,7 @@ pub(super) async fn run(
             .map(|row| exhausted(row, request.token))
             .collect::<Result<_, _>>()?,
         unhandled,
+        cut_leases,
         next: full.then_some(last),
     })
 }

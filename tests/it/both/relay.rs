@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use outbox_core::store::LEASE_ENDED;
 use outbox_core::{DeadReason, EventState, HandlerError, Published, SettledResult, Store};
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 
 use super::{Database, on_both_databases};
 use crate::events::{OrderPaid, Step, Ticked, Unhandled, publish_for_relays, scripted, settled};
@@ -63,12 +63,28 @@ async fn p4_two_relays_share_a_backlog_and_run_every_event_once<D: Database>(db:
 
 async fn p5_p6_a_stale_holder_cannot_settle_and_the_takeover_is_attempt_2<D: Database>(db: &D) {
     // A minute's lease, so that nothing is renewed while the test looks.
-    let (stuck, mut stuck_runs) = scripted(|_| Step::Take(Duration::from_millis(1_500)));
-    let stalled = db.outbox().on(stuck).instance("stalled").build().unwrap();
-    let id = publish_for_relays(&stalled, &Ticked { n: 1 }).await;
-    let stalled_relay = stalled.relay().start().await.unwrap();
-    stuck_runs.recv().await.unwrap();
-    drop(stalled_relay);
+    let (began, mut begun) = mpsc::unbounded_channel();
+    let (wake, awake) = watch::channel(false);
+    let stuck = move |_: Ticked| {
+        let _ = began.send(());
+        let mut awake = awake.clone();
+        async move {
+            let _ = awake.wait_for(|awake| *awake).await;
+            Ok::<_, HandlerError>(())
+        }
+    };
+    let stalled = db
+        .outbox()
+        .on(stuck)
+        .instance("stalled")
+        .inline_lease(Duration::from_secs(60))
+        .build()
+        .unwrap();
+    // Dispatched inline, because a relay could claim the event once more before it has stopped.
+    let mut tx = stalled.begin().await.unwrap();
+    let id = tx.publish(&Ticked { n: 1 }).await.unwrap().event_id();
+    tx.commit().await.unwrap();
+    begun.recv().await.unwrap();
 
     db.expire_lease(id.row()).await;
     let (next, mut next_runs) = scripted(|_| Step::Return(Err(HandlerError::permanent("no"))));
@@ -81,6 +97,7 @@ async fn p5_p6_a_stale_holder_cannot_settle_and_the_takeover_is_attempt_2<D: Dat
     outcomes.recv().await.unwrap();
 
     // The first one's success comes too late, and is refused.
+    wake.send(true).unwrap();
     stalled.shutdown(Duration::from_secs(20)).await.unwrap();
     assert_eq!(stalled.counters().lease_lost, 1);
     assert_eq!(stalled.counters().processed, 0);

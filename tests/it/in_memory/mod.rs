@@ -1,5 +1,7 @@
 //! The framework over a store in memory, under paused time: what can be made to fail at will.
 
+mod cadence;
+mod dead_letter;
 mod hostile;
 mod inline;
 mod lease;

@@ -4,6 +4,7 @@
 //! node relay <url> <instance>            relays, and writes a row into `runs` for every run
 //! node publish <url> <instance> <from>   publishes order after order, inline dispatch on, and
 //!                                        writes `{"committed": n}` after each commit
+//! node lock <url> <name>                 takes an exclusive lock, writes `"had"`, and keeps it
 //! ```
 //!
 //! It is meant to be killed at any moment. It ends by itself when its standard input does, so it
@@ -17,6 +18,7 @@
 
 use std::time::Duration;
 
+use outbox_core::store::Store;
 use outbox_core::{Delivery, Handler, HandlerError, Outbox, OutboxEvent};
 use outbox_sqlx::PgStore;
 use serde::{Deserialize, Serialize};
@@ -96,6 +98,13 @@ async fn main() {
                 () = publish(&outbox, from) => {}
                 () = end_of_input() => {}
             }
+        }
+        "lock" => {
+            let store = PgStore::new(connect());
+            let lock = store.try_exclusive(argument(2), "node").await.unwrap();
+            let _held = lock.expect("nobody else has it");
+            println!("\"had\"");
+            end_of_input().await;
         }
         mode => panic!("no mode `{mode}`"),
     }

@@ -382,3 +382,29 @@ pub async fn a_claim_by_number_takes_only_what_is_due<H: Harness>(h: &H) {
     let failures = record(h, expired).await.failures;
     assert_eq!(failures[0].error, LEASE_ENDED);
 }
+
+/// A pass looks everywhere: a low-water mark hides nothing from it.
+pub async fn a_claim_in_a_pass_looks_everywhere<H: Harness>(h: &H) {
+    let row = publish(h, event()).await;
+    let mut low_water = LowWater::BEGINNING;
+    low_water.raise(Priority::Normal, row + 100);
+    let request = ClaimRequest {
+        low_water,
+        ..request(10)
+    };
+    assert_eq!(rows(&claim(h, &request).await), NOTHING);
+    let claimed = h.store().claim_in(pass(), &request).await.unwrap();
+    assert_eq!(rows(&claimed.unwrap()), [row]);
+}
+
+/// P4, P6, P12: a claim in a pass is charged, exclusive, bounded, and of the given names.
+pub async fn a_claim_in_a_pass_is_a_claim<H: Harness>(h: &H) {
+    let all = publish_all(h, &[event(), named(ALERT), event(), event()]).await;
+    let claimed = h.store().claim_in(pass(), &request(2)).await.unwrap();
+    let mut claimed = claimed.unwrap();
+    claimed.sort_by_key(|claimed| claimed.id.row());
+    assert_eq!(rows(&claimed), [all[0], all[2]]);
+    assert_eq!(claimed[0].attempt.get(), 1);
+    assert_eq!(claim_up_to(h, 10).await, [all[3]]);
+    record_outcome(h, claimed[0].lease(), processed()).await;
+}

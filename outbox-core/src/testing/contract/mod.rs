@@ -8,6 +8,8 @@
 //! of each:
 //!
 //! ```
+//! use std::time::Duration;
+//!
 //! use outbox_core::testing::MemoryStore;
 //! use outbox_core::testing::contract::Harness;
 //!
@@ -31,6 +33,14 @@
 //!     async fn expire_retention(&self, row: i64) {
 //!         self.0.expire_retention(row);
 //!     }
+//!
+//!     async fn set_lease(&self, row: i64, remaining: Duration) {
+//!         self.0.set_lease(row, remaining);
+//!     }
+//!
+//!     async fn age_dead_letter(&self, row: i64, age: Duration) {
+//!         self.0.age_dead_letter(row, age);
+//!     }
 //! }
 //!
 //! outbox_core::store_contract!(InMemory(MemoryStore::new()));
@@ -46,17 +56,22 @@
 )]
 
 pub mod claim;
+pub mod dead_letter;
 pub mod dedup;
 pub mod fence;
 pub mod lease;
+pub mod lock;
+pub mod nested;
 pub mod publish;
 pub mod retention;
 pub mod settle;
+pub mod stats;
 pub mod sweep;
 
 mod steps;
 
 use std::future::Future;
+use std::time::Duration;
 
 use crate::store::Store;
 
@@ -88,7 +103,21 @@ pub trait Harness: Send + Sync {
     /// still is. Removes neither.
     fn expire_retention(&self, row: i64) -> impl Future<Output = ()> + Send;
 
-    /// Comes back when a publisher is likely to wait for another one's commit.
+    /// Makes the lease of an unsettled row end in `remaining`.
+    fn set_lease(&self, row: i64, remaining: Duration) -> impl Future<Output = ()> + Send;
+
+    /// Makes a dead letter older by `age`.
+    fn age_dead_letter(&self, row: i64, age: Duration) -> impl Future<Output = ()> + Send;
+
+    /// Comes back when an exclusive lock that was dropped without being released is free: waits
+    /// until the database has noticed, or ends its lease. Defaults to nothing, for a store where
+    /// dropping frees it.
+    fn end_dropped_exclusive(&self, name: &str) -> impl Future<Output = ()> + Send {
+        let _ = name;
+        async {}
+    }
+
+    /// Comes back when a transaction is likely to wait for another one's commit.
     ///
     /// The default lets other tasks run a few times, which is enough in one process. A store
     /// whose database shows who waits should ask it; the cases hold either way, but without the
@@ -200,7 +229,9 @@ macro_rules! __store_contract_cases {
                 an_expired_lease_of_a_retry_makes_it_due_again
                 a_row_without_an_attempt_left_is_not_claimed
                 a_claim_by_number_takes_those_rows_only
-                a_claim_by_number_takes_only_what_is_due;
+                a_claim_by_number_takes_only_what_is_due
+                a_claim_in_a_pass_looks_everywhere
+                a_claim_in_a_pass_is_a_claim;
             lease:
                 a_held_lease_is_verified
                 a_rolled_back_lease_is_not_verified
@@ -234,7 +265,8 @@ macro_rules! __store_contract_cases {
                 an_odd_error_text_is_kept
                 a_born_leased_row_settles_under_its_token
                 a_mixed_batch_is_answered_in_input_order
-                a_batch_mixes_retentions;
+                a_batch_mixes_retentions
+                a_discarded_event_is_gone_and_its_key_says_so;
             fence:
                 a_stale_token_cannot_settle_as_processed
                 a_stale_token_cannot_settle_as_retry
@@ -253,13 +285,50 @@ macro_rules! __store_contract_cases {
                 a_sweep_counts_what_nobody_here_handles
                 a_sweep_covers_everything_in_chunks
                 an_empty_outbox_is_swept_in_one_chunk
-                a_retry_without_an_attempt_left_is_swept;
+                a_retry_without_an_attempt_left_is_swept
+                a_lease_beyond_all_bounds_is_cut;
             retention:
                 a_processed_event_goes_after_its_retention
                 a_purge_removes_no_more_than_its_limit
                 a_purge_leaves_everything_unsettled_alone
                 a_purge_takes_each_event_at_its_own_time
-                a_key_without_an_event_goes_after_its_retention;
+                a_key_without_an_event_goes_after_its_retention
+                upkeep_ends_and_keeps_everything;
+            dead_letter:
+                dead_letters_are_listed_newest_first_in_pages
+                a_list_says_everything_but_the_payload
+                a_list_looks_at_no_more_than_it_is_asked_to
+                a_filter_narrows_by_name_reason_age_and_error
+                an_error_is_searched_to_the_letter
+                a_requeued_event_is_due_with_a_fresh_budget
+                a_requeued_event_keeps_its_failures_and_its_key
+                requeued_events_are_spaced
+                a_walk_requeues_each_matching_dead_letter_once
+                only_dead_letters_can_be_changed
+                a_discarded_dead_letter_is_kept_for_its_retention
+                a_discarded_dead_letter_without_retention_is_gone
+                the_key_of_a_discarded_dead_letter_is_free_after_its_retention
+                a_purged_dead_letter_is_gone_and_its_key_is_kept
+                two_operators_change_each_dead_letter_once;
+            nested:
+                a_part_that_is_kept_lives_with_its_transaction
+                a_part_that_is_rolled_back_leaves_the_rest
+                a_part_that_is_dropped_leaves_the_rest
+                an_outcome_lives_and_dies_with_its_transaction
+                an_outcome_through_a_transaction_is_fenced
+                a_failed_part_can_be_recorded_as_a_retry;
+            lock:
+                one_instance_has_an_exclusive_lock
+                a_released_exclusive_lock_is_free
+                a_dropped_exclusive_lock_is_free
+                exclusive_locks_differ_by_name
+                an_entity_can_be_locked_twice_in_one_transaction
+                a_second_transaction_waits_for_a_locked_entity;
+            stats:
+                an_empty_outbox_has_nothing_to_count
+                every_event_is_counted_once
+                the_oldest_due_event_is_the_lag
+                what_waits_or_is_leased_is_no_lag;
         }
     };
 }

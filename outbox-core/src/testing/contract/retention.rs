@@ -6,7 +6,7 @@ use super::Harness;
 use super::steps::*;
 use crate::lease::LeaseToken;
 use crate::outcome::DeadReason;
-use crate::store::{EventState, Insertion, NewEvent, Store};
+use crate::store::{EventState, Insertion, NewEvent, Store, Upkeep};
 
 /// A processed event stays until its retention has passed, and then goes.
 pub async fn a_processed_event_goes_after_its_retention<H: Harness>(h: &H) {
@@ -27,7 +27,7 @@ pub async fn a_purge_removes_no_more_than_its_limit<H: Harness>(h: &H) {
     }
     let mut total = 0;
     for _ in 0..5 {
-        let removed = h.store().purge(count(2)).await.unwrap();
+        let removed = h.store().purge(pass(), count(2)).await.unwrap().unwrap();
         assert!(removed <= 2, "{removed} of 2");
         total += removed;
     }
@@ -103,6 +103,37 @@ pub async fn a_key_without_an_event_goes_after_its_retention<H: Harness>(h: &H) 
     assert_eq!(purge(h).await, 1);
     let again = insert(h.store(), &[event]).await;
     assert!(matches!(again[0], Insertion::Inserted(_)));
+}
+
+/// A chunk of upkeep may be run at any time, by anybody, until there is nothing to do, and changes
+/// nothing about what is kept.
+pub async fn upkeep_ends_and_keeps_everything<H: Harness>(h: &H) {
+    let kept = publish_and_settle(h, keyed("kept"), processed()).await;
+    let gone = publish_and_settle(h, keyed("gone"), processed()).await;
+    upkeep(h).await;
+    assert_eq!(record(h, kept).await.state, EventState::Processed);
+    h.expire_retention(gone).await;
+    upkeep(h).await;
+    purge(h).await;
+    assert_eq!(find(h, gone).await, None);
+    assert_eq!(record(h, kept).await.state, EventState::Processed);
+    // Whatever it made takes what is settled from now on.
+    let after = publish_and_settle(h, event(), processed()).await;
+    assert_eq!(record(h, after).await.state, EventState::Processed);
+    assert_eq!(
+        h.store().upkeep(pass(), 9 * DAY).await.unwrap(),
+        Some(Upkeep::Done)
+    );
+}
+
+async fn upkeep<H: Harness>(h: &H) {
+    for _ in 0..100 {
+        match h.store().upkeep(pass(), 9 * DAY).await.unwrap() {
+            Some(Upkeep::Changed) => {}
+            answer => return assert_eq!(answer, Some(Upkeep::Done)),
+        }
+    }
+    panic!("upkeep for nine days does not end");
 }
 
 fn unkept(key: &str, event: NewEvent) -> NewEvent {

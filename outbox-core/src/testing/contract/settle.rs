@@ -6,7 +6,7 @@ use super::Harness;
 use super::steps::*;
 use crate::lease::{HeldLease, LeaseToken};
 use crate::outcome::{DeadReason, ErrorText, OUTPUT_MAX, Outcome};
-use crate::store::{EventState, NewEvent, Settled, Settlement, Store};
+use crate::store::{EventState, Insertion, NewEvent, Settled, Settlement, Store};
 
 /// A processed event is kept with its result.
 pub async fn a_processed_event_is_kept_with_its_output<H: Harness>(h: &H) {
@@ -293,4 +293,27 @@ pub async fn a_batch_mixes_retentions<H: Harness>(h: &H) {
     assert_eq!(record(h, all[1]).await.state, EventState::Processed);
     assert_eq!(find(h, all[2]).await, None);
     assert_eq!(record(h, all[3]).await.state, EventState::Processed);
+}
+
+/// An event that is discarded leaves nothing but its key, which says what became of it.
+pub async fn a_discarded_event_is_gone_and_its_key_says_so<H: Harness>(h: &H) {
+    let discarded = Outcome::Discarded {
+        error: ErrorText::new(&"no such field"),
+    };
+    let row = publish_and_settle(h, keyed("k"), discarded).await;
+    assert_eq!(find(h, row).await, None);
+    let again = insert(h.store(), &[keyed("k")]).await;
+    match &again[0] {
+        Insertion::Existing(existing) => {
+            assert_eq!(existing.id.row(), row);
+            assert_eq!(existing.state, EventState::Discarded);
+            assert_eq!(existing.output, None);
+        }
+        Insertion::Inserted(_) => panic!("the key was free at once"),
+    }
+    assert_eq!(purge(h).await, 0);
+    h.expire_retention(row).await;
+    assert_eq!(purge(h).await, 1);
+    let again = insert(h.store(), &[keyed("k")]).await;
+    assert!(matches!(again[0], Insertion::Inserted(_)));
 }

@@ -4,12 +4,13 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use super::Harness;
+use crate::cadence::Cadence;
 use crate::event::{EventId, Priority};
 use crate::lease::{HeldLease, LeaseToken};
 use crate::outcome::{DeadReason, ErrorText, Outcome};
 use crate::store::{
-    BornLease, ClaimRequest, Claimed, EventRecord, Insertion, LowWater, NewEvent, Settled,
-    Settlement, Store, SweepRequest,
+    BornLease, ClaimRequest, Claimed, EventRecord, Insertion, LowWater, NewEvent, Pass, Settled,
+    Settlement, Store, SweepChunk, SweepRequest,
 };
 
 pub(super) const PAID: &str = "order.paid";
@@ -246,11 +247,43 @@ pub(super) fn sweep_after(after: i64, scan: u32) -> SweepRequest<'static> {
     }
 }
 
+/// The pass that chunks of these cases belong to. Nobody else has its lock.
+pub(super) fn pass() -> Pass {
+    Pass {
+        cadence: Cadence::Sweep,
+        statement_limit: Duration::from_secs(5),
+    }
+}
+
+pub(super) async fn sweep_chunk<H: Harness>(h: &H, request: &SweepRequest<'_>) -> SweepChunk {
+    let chunk = h.store().sweep(pass(), request).await.unwrap();
+    chunk.expect("nobody else has the lock")
+}
+
+/// Publishes, claims and buries one event, and answers its row.
+pub(super) async fn bury<H: Harness>(
+    h: &H,
+    event: NewEvent,
+    reason: DeadReason,
+    error: &str,
+) -> i64 {
+    let name = event.name;
+    let row = publish(h, event).await;
+    let by_name = ClaimRequest {
+        names: &[name],
+        ..request(10)
+    };
+    let claimed = claim(h, &by_name).await;
+    assert_eq!(rows(&claimed), [row]);
+    record_outcome(h, claimed[0].lease(), dead(reason, error)).await;
+    row
+}
+
 /// Purges until nothing is left to remove.
 pub(super) async fn purge<H: Harness>(h: &H) -> u64 {
     let mut total = 0;
     loop {
-        let removed = h.store().purge(count(100)).await.unwrap();
+        let removed = h.store().purge(pass(), count(100)).await.unwrap().unwrap();
         if removed == 0 {
             return total;
         }

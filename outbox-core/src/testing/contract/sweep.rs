@@ -6,7 +6,8 @@ use super::Harness;
 use super::steps::*;
 use crate::lease::LeaseToken;
 use crate::outcome::DeadReason;
-use crate::store::{ClaimRequest, EventState, Exhausted, NewEvent, Settled, Store};
+use crate::settings::LEASE_MAX;
+use crate::store::{ClaimRequest, EventState, Exhausted, NewEvent, Renewal, Settled, Store};
 
 fn swept(rows: &[Exhausted]) -> Vec<i64> {
     rows.iter().map(|row| row.id.row()).collect()
@@ -27,7 +28,7 @@ async fn sweep<H: Harness>(h: &H, scan: u32) -> Sweep {
     };
     let mut after = 0;
     loop {
-        let chunk = h.store().sweep(&sweep_after(after, scan)).await.unwrap();
+        let chunk = sweep_chunk(h, &sweep_after(after, scan)).await;
         sweep.chunks += 1;
         sweep.exhausted.extend(chunk.exhausted);
         for (name, count) in chunk.unhandled {
@@ -59,7 +60,7 @@ async fn exhausted<H: Harness>(h: &H, rows: usize) -> Vec<i64> {
 pub async fn a_sweep_claims_what_is_out_of_attempts<H: Harness>(h: &H) {
     let row = exhausted(h, 1).await[0];
     let request = sweep_after(0, 100);
-    let chunk = h.store().sweep(&request).await.unwrap();
+    let chunk = sweep_chunk(h, &request).await;
     assert_eq!(swept(&chunk.exhausted), [row]);
     let claimed = &chunk.exhausted[0];
     assert_eq!(claimed.token, request.token);
@@ -87,7 +88,7 @@ pub async fn a_swept_lease_is_lost_to_its_holder<H: Harness>(h: &H) {
     let row = publish(h, with_attempts(1)).await;
     let lease = claim_one(h).await.lease();
     h.expire_lease(row).await;
-    let chunk = h.store().sweep(&sweep_after(0, 100)).await.unwrap();
+    let chunk = sweep_chunk(h, &sweep_after(0, 100)).await;
     assert_eq!(swept(&chunk.exhausted), [row]);
     assert_eq!(settle(h, lease, processed()).await, Settled::LeaseLost);
 }
@@ -188,7 +189,7 @@ pub async fn a_sweep_counts_what_nobody_here_handles<H: Harness>(h: &H) {
 /// P7, P16: small chunks cover every row once, and no chunk is larger than asked.
 pub async fn a_sweep_covers_everything_in_chunks<H: Harness>(h: &H) {
     let all = exhausted(h, 10).await;
-    let first = h.store().sweep(&sweep_after(0, 3)).await.unwrap();
+    let first = sweep_chunk(h, &sweep_after(0, 3)).await;
     let mut taken = swept(&first.exhausted);
     taken.sort_unstable();
     assert_eq!(taken, all[..3]);
@@ -203,7 +204,7 @@ pub async fn a_sweep_covers_everything_in_chunks<H: Harness>(h: &H) {
 
 /// An outbox with nothing in it is swept at once.
 pub async fn an_empty_outbox_is_swept_in_one_chunk<H: Harness>(h: &H) {
-    let chunk = h.store().sweep(&sweep_after(0, 100)).await.unwrap();
+    let chunk = sweep_chunk(h, &sweep_after(0, 100)).await;
     assert_eq!(swept(&chunk.exhausted), NOTHING);
     assert_eq!(chunk.unhandled, []);
     assert_eq!(chunk.next, None);
@@ -218,4 +219,21 @@ pub async fn a_retry_without_an_attempt_left_is_swept<H: Harness>(h: &H) {
     let exhausted = sweep(h, 100).await.exhausted;
     assert_eq!(swept(&exhausted), [row]);
     assert_eq!(exhausted[0].attempt.get(), 1);
+}
+
+/// P7: a lease that ends later than any lease can is cut, once, and not taken from its holder.
+pub async fn a_lease_beyond_all_bounds_is_cut<H: Harness>(h: &H) {
+    let row = publish(h, event()).await;
+    let claimed = claim_one(h).await;
+    h.set_lease(row, 30 * DAY).await;
+    assert_eq!(sweep_chunk(h, &sweep_after(0, 100)).await.cut_leases, 1);
+    assert_eq!(sweep_chunk(h, &sweep_after(0, 100)).await.cut_leases, 0);
+
+    let left = h.store().verify(&[claimed.lease()]).await.unwrap();
+    assert_eq!(left.len(), 1, "the token is still in the row");
+    assert!(left[0].remaining <= LEASE_MAX);
+    assert!(left[0].remaining > LEASE_MAX / 2);
+    let renewed = h.store().renew(&[claimed.lease()], HOUR).await.unwrap();
+    assert_eq!(renewed, [Renewal::Renewed]);
+    record_outcome(h, claimed.lease(), processed()).await;
 }

@@ -6,6 +6,7 @@ use std::time::SystemTime;
 
 use super::database::{Database, Row};
 use crate::lease::LeaseToken;
+use crate::settings::LEASE_MAX;
 use crate::store::{ClaimRequest, Claimed, Exhausted, LEASE_ENDED, SweepChunk, SweepRequest};
 
 impl Database {
@@ -53,6 +54,11 @@ impl Database {
         for (number, row) in rows.filter(|(_, row)| row.is_unsettled()).take(scan) {
             looked_at += 1;
             chunk.next = Some(*number);
+            let latest_end = now + LEASE_MAX;
+            if row.lease_ends_at.is_some_and(|end| end > latest_end) {
+                row.lease_ends_at = Some(latest_end);
+                chunk.cut_leases += 1;
+            }
             if row.is_free(now) && !row.has_attempt_left() {
                 let holder = row.columns.claimed_by.clone();
                 let holder = holder.as_deref().unwrap_or(request.instance);

@@ -5,10 +5,11 @@ use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::time::SystemTime;
 
+use async_trait::async_trait;
 use tokio::sync::OwnedMutexGuard;
 
 use super::database::{Database, Row};
-use crate::store::{Existing, Insertion, NewEvent};
+use crate::store::{Existing, Insertion, NewEvent, Part, Settled, Settlement, StoreError};
 
 /// A writing transaction of a [`MemoryStore`](super::MemoryStore). Dropping it rolls it back.
 pub struct MemoryTx<'t> {
@@ -29,6 +30,45 @@ pub struct MemoryConnection {
 #[derive(Clone, Copy, Debug)]
 pub struct Savepoint(usize);
 
+/// A part of a transaction, and what is there again if it is undone.
+pub(super) struct MemoryPart<'c> {
+    connection: &'c mut MemoryConnection,
+    before: Option<Vec<Row>>,
+}
+
+impl<'c> MemoryPart<'c> {
+    pub(super) fn begin(connection: &'c mut MemoryConnection) -> Self {
+        Self {
+            before: Some(connection.staged.clone()),
+            connection,
+        }
+    }
+}
+
+#[async_trait]
+impl Part<MemoryConnection> for MemoryPart<'_> {
+    fn connection(&mut self) -> &mut MemoryConnection {
+        self.connection
+    }
+
+    async fn keep(mut self: Box<Self>) -> Result<(), StoreError> {
+        self.before = None;
+        Ok(())
+    }
+
+    async fn undo(self: Box<Self>) -> Result<(), StoreError> {
+        Ok(())
+    }
+}
+
+impl Drop for MemoryPart<'_> {
+    fn drop(&mut self) {
+        if let Some(before) = self.before.take() {
+            self.connection.staged = before;
+        }
+    }
+}
+
 impl MemoryTx<'_> {
     pub(super) fn new(writer: OwnedMutexGuard<()>) -> Self {
         Self {
@@ -38,10 +78,10 @@ impl MemoryTx<'_> {
         }
     }
 
-    pub(super) fn apply(self, database: &mut Database) {
+    pub(super) fn apply(self, database: &mut Database, now: SystemTime) {
         if !self.connection.aborted {
             for row in self.connection.staged {
-                database.add(row);
+                database.add(row, now);
             }
         }
     }
@@ -83,6 +123,22 @@ impl MemoryConnection {
     /// commit will answer `Ok` and write nothing.
     pub fn abort(&mut self) {
         self.aborted = true;
+    }
+
+    /// Settles rows that this transaction has inserted: others it cannot hold.
+    pub(super) fn settle(&mut self, settlements: &[Settlement], now: SystemTime) -> Vec<Settled> {
+        let settle = |settlement: &Settlement| {
+            let held = self.staged.iter_mut().find(|row| {
+                row.is_unsettled()
+                    && row.columns.id.row() == settlement.lease.row
+                    && row.columns.lease_token == Some(settlement.lease.token)
+            });
+            held.map_or(Settled::LeaseLost, |row| {
+                row.settle(&settlement.outcome, now);
+                Settled::Recorded
+            })
+        };
+        settlements.iter().map(settle).collect()
     }
 
     pub(super) fn insert(

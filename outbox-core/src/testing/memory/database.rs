@@ -7,6 +7,7 @@ use uuid::Uuid;
 
 use crate::event::EventId;
 use crate::lease::HeldLease;
+use crate::outcome::Outcome;
 use crate::store::{ATTEMPTS_KEPT, Claimed, EventRecord, EventState, Existing, Failure, NewEvent};
 
 /// What was committed.
@@ -37,8 +38,16 @@ pub(super) struct Row {
 #[derive(Debug)]
 pub(super) struct Key {
     pub(super) id: EventId,
-    /// Since its event was processed: what its handler returned, and until when the key is kept.
-    pub(super) processed: Option<(Option<String>, SystemTime)>,
+    /// Since its event was settled for good.
+    pub(super) settled: Option<SettledKey>,
+}
+
+/// What a dedup key remembers of an event that nothing more will happen to.
+#[derive(Debug)]
+pub(super) struct SettledKey {
+    pub(super) state: EventState,
+    pub(super) output: Option<String>,
+    pub(super) kept_until: SystemTime,
 }
 
 impl Database {
@@ -58,13 +67,17 @@ impl Database {
         EventId::new(self.installation, self.last_number)
     }
 
-    pub(super) fn add(&mut self, row: Row) {
+    pub(super) fn add(&mut self, row: Row, now: SystemTime) {
         let id = row.columns.id;
+        let ended = row.kept_until.is_some();
         if let Some(key) = row.key() {
-            let processed = None;
-            self.keys.insert(key, Key { id, processed });
+            let settled = None;
+            self.keys.insert(key, Key { id, settled });
         }
         self.rows.insert(id.row(), row);
+        if ended {
+            self.leave(id.row(), now);
+        }
     }
 
     pub(super) fn holder(&self, name: &str, key: &str, now: SystemTime) -> Option<Existing> {
@@ -72,12 +85,29 @@ impl Database {
         if let Some(row) = self.rows.get(&key.id.row()) {
             return Some(row.existing(now));
         }
-        let (output, _) = key.processed.as_ref()?;
+        let settled = key.settled.as_ref()?;
         Some(Existing {
             id: key.id,
-            state: EventState::Processed,
-            output: output.clone(),
+            state: settled.state,
+            output: settled.output.clone(),
         })
+    }
+
+    /// Lets the key remember what became of its event, and the row go where nothing of it is kept.
+    pub(super) fn leave(&mut self, number: i64, now: SystemTime) {
+        let Some(row) = self.rows.get(&number) else {
+            return;
+        };
+        if let Some(key) = row.key().and_then(|key| self.keys.get_mut(&key)) {
+            key.settled = Some(SettledKey {
+                state: row.columns.state,
+                output: row.columns.output.clone(),
+                kept_until: now + row.key_retention,
+            });
+        }
+        if row.kept_until.is_some_and(|until| until <= now) {
+            self.rows.remove(&number);
+        }
     }
 
     /// The unsettled row that is held under this lease, ended or not.
@@ -93,9 +123,9 @@ impl Database {
         }
         for key in self.keys.values_mut() {
             if key.id.row() == number
-                && let Some((_, until)) = &mut key.processed
+                && let Some(settled) = &mut key.settled
             {
-                *until = now;
+                settled.kept_until = now;
             }
         }
     }
@@ -185,6 +215,37 @@ impl Row {
         let surplus = failures.len().saturating_sub(ATTEMPTS_KEPT);
         failures.drain(..surplus);
         self.columns.last_error = Some(error.to_owned());
+    }
+
+    /// Writes down an outcome and ends the lease.
+    pub(super) fn settle(&mut self, outcome: &Outcome, now: SystemTime) {
+        self.end_lease();
+        self.columns.due_at = None;
+        match outcome {
+            Outcome::Processed { output } => {
+                self.columns.output.clone_from(output);
+                self.end(EventState::Processed, self.retention, now);
+            }
+            Outcome::Retry { after, error } => {
+                self.add_failure(error.as_str(), now);
+                self.failed = true;
+                self.columns.due_at = Some(now + *after);
+            }
+            Outcome::Dead { reason, error } => {
+                self.add_failure(error.as_str(), now);
+                self.columns.state = EventState::DeadLetter;
+                self.columns.dead_reason = Some(*reason);
+                self.columns.settled_at = Some(now);
+            }
+            Outcome::Discarded { .. } => self.end(EventState::Discarded, Duration::ZERO, now),
+        }
+    }
+
+    /// Nothing more will happen to it.
+    pub(super) fn end(&mut self, state: EventState, retention: Duration, now: SystemTime) {
+        self.columns.state = state;
+        self.columns.settled_at = Some(now);
+        self.kept_until = Some(now + retention);
     }
 
     pub(super) fn end_lease(&mut self) {

@@ -25,6 +25,8 @@ pub enum Operation {
     Check,
     /// `claim`.
     Claim,
+    /// `claim_in`.
+    ClaimIn,
     /// `claim_rows`.
     ClaimRows,
     /// `verify`.
@@ -39,8 +41,26 @@ pub enum Operation {
     Sweep,
     /// `purge`.
     Purge,
+    /// `upkeep`.
+    Upkeep,
     /// `find`.
     Find,
+    /// `dead_letters`.
+    DeadLetters,
+    /// `change_dead_letters`.
+    ChangeDeadLetters,
+    /// `stats`.
+    Stats,
+    /// `begin_part`.
+    BeginPart,
+    /// `settle_through`.
+    SettleThrough,
+    /// `lock_entity`.
+    LockEntity,
+    /// `try_exclusive`.
+    TryExclusive,
+    /// `ExclusiveLock::keep`.
+    KeepExclusive,
     /// `listen`.
     Listen,
     /// `notify`.
@@ -59,13 +79,21 @@ impl Operation {
             Self::Rollback => "roll back",
             Self::Insert => "insert events",
             Self::Check => "check the outbox",
-            Self::Claim | Self::ClaimRows => "claim events",
+            Self::Claim | Self::ClaimIn | Self::ClaimRows => "claim events",
             Self::Verify => "verify leases",
             Self::Renew => "renew leases",
-            Self::Settle => "settle events",
+            Self::Settle | Self::SettleThrough => "settle events",
             Self::Release => "release events",
             Self::Sweep => "sweep",
             Self::Purge => "purge",
+            Self::Upkeep => "make and drop partitions",
+            Self::DeadLetters => "list dead letters",
+            Self::ChangeDeadLetters => "change dead letters",
+            Self::Stats => "count events",
+            Self::BeginPart => "set a savepoint",
+            Self::LockEntity => "lock an entity",
+            Self::TryExclusive => "take an exclusive lock",
+            Self::KeepExclusive => "keep an exclusive lock",
             Self::Find => "find an event",
             Self::Listen => "listen for wake-ups",
             Self::Notify => "send a wake-up",
@@ -229,6 +257,7 @@ impl Faults {
                 Outcome::Retry { error, .. } | Outcome::Dead { error, .. } => {
                     has_any(error.as_str(), &plan.refused_errors)
                 }
+                Outcome::Discarded { .. } => false,
             })
     }
 

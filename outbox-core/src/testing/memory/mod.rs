@@ -3,12 +3,15 @@
 mod claim;
 mod connection;
 mod database;
+mod dead_letter;
+mod exclusive;
 mod faults;
 mod settle;
 #[cfg(test)]
 mod tests;
 mod wakeups;
 
+use std::collections::BTreeSet;
 use std::future::Future;
 use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,17 +20,27 @@ use std::time::{Duration, SystemTime};
 use tokio::time::Instant;
 use uuid::Uuid;
 
+use crate::cadence::Cadence;
+use crate::dead_letter::{
+    DeadLetterChange, DeadLetterChunk, DeadLetterRows, DeadLetterScan, DeadLettersChanged,
+};
 use crate::lease::HeldLease;
+use crate::lock::LockId;
+use crate::stats::StoreStats;
 use crate::store::{
-    ClaimRequest, Claimed, EventRecord, Insertion, NewEvent, Renewal, Settled, Settlement, Store,
-    StoreError, StoreErrorKind, SweepChunk, SweepRequest, Verified,
+    ClaimRequest, Claimed, EventRecord, Insertion, LowWater, NewEvent, Part, Pass, Renewal,
+    Settled, Settlement, Store, StoreError, StoreErrorKind, SweepChunk, SweepRequest, Upkeep,
+    Verified,
 };
 
 pub use connection::{MemoryConnection, MemoryTx, Savepoint};
+pub use exclusive::MemoryExclusive;
 pub use faults::{Hold, Operation};
 pub use wakeups::MemoryWakeups;
 
+use connection::MemoryPart;
 use database::Database;
+use exclusive::Holders;
 use faults::Faults;
 use wakeups::Bell;
 
@@ -65,6 +78,9 @@ struct Shared {
     database: Mutex<Database>,
     faults: Faults,
     bell: Bell,
+    exclusive: Arc<Holders>,
+    /// The cadences whose lock another instance has.
+    passes: Mutex<BTreeSet<Cadence>>,
 }
 
 impl MemoryStore {
@@ -78,6 +94,8 @@ impl MemoryStore {
                 database: Mutex::new(Database::new(Uuid::new_v4())),
                 faults: Faults::default(),
                 bell: Bell::default(),
+                exclusive: Arc::default(),
+                passes: Mutex::default(),
             }),
         }
     }
@@ -127,6 +145,51 @@ impl MemoryStore {
         self.shared.database().expire_retention(row, now);
     }
 
+    /// Makes the lease of `row` end in `remaining`, without anybody being told. Does nothing to a
+    /// row that has none.
+    pub fn set_lease(&self, row: i64, remaining: Duration) {
+        let end = self.shared.now() + remaining;
+        if let Some(row) = self.shared.database().rows.get_mut(&row) {
+            row.lease_ends_at = row.lease_ends_at.map(|_| end);
+        }
+    }
+
+    /// Makes a dead letter older by `age`.
+    pub fn age_dead_letter(&self, row: i64, age: Duration) {
+        if let Some(row) = self.shared.database().rows.get_mut(&row) {
+            row.columns.settled_at = row.columns.settled_at.map(|at| at - age);
+        }
+    }
+
+    /// Takes the lock of a cadence, as another instance that is at its pass does.
+    pub fn begin_pass_elsewhere(&self, cadence: Cadence) {
+        lock(&self.shared.passes).insert(cadence);
+    }
+
+    /// Ends what [`begin_pass_elsewhere`](Self::begin_pass_elsewhere) began.
+    pub fn end_pass_elsewhere(&self, cadence: Cadence) {
+        lock(&self.shared.passes).remove(&cadence);
+    }
+
+    /// Ends the lock that an instance has by this name, as a lost connection does.
+    pub fn break_exclusive(&self, name: &str) {
+        self.shared.exclusive.break_lock(name);
+    }
+
+    /// Runs a chunk of a pass, unless another instance has the lock of its cadence.
+    async fn run_in<T>(
+        &self,
+        operation: Operation,
+        pass: Pass,
+        chunk: impl FnOnce(&mut Database, SystemTime) -> T + Send,
+    ) -> Result<Option<T>, StoreError> {
+        self.run(operation, |database, now| {
+            let elsewhere = lock(&self.shared.passes).contains(&pass.cadence);
+            Ok((!elsewhere).then(|| chunk(database, now)))
+        })
+        .await
+    }
+
     async fn run<T>(
         &self,
         operation: Operation,
@@ -159,6 +222,7 @@ impl Store for MemoryStore {
     type Connection = MemoryConnection;
     type Tx<'t> = MemoryTx<'t>;
     type Wakeups = MemoryWakeups;
+    type Exclusive = MemoryExclusive;
 
     async fn begin(&self) -> Result<MemoryTx<'static>, StoreError> {
         self.shared.faults.before(Operation::Begin).await?;
@@ -170,8 +234,8 @@ impl Store for MemoryStore {
     }
 
     async fn commit(&self, tx: MemoryTx<'static>) -> Result<(), StoreError> {
-        self.run(Operation::Commit, |database, _| {
-            tx.apply(database);
+        self.run(Operation::Commit, |database, now| {
+            tx.apply(database, now);
             Ok(())
         })
         .await
@@ -181,6 +245,18 @@ impl Store for MemoryStore {
         self.run(Operation::Rollback, |_, _| {
             drop(tx);
             Ok(())
+        })
+        .await
+    }
+
+    async fn begin_part<'c>(
+        &self,
+        connection: &'c mut MemoryConnection,
+    ) -> Result<Box<dyn Part<MemoryConnection> + 'c>, StoreError> {
+        self.run(Operation::BeginPart, |_, _| {
+            let part: Box<dyn Part<MemoryConnection> + 'c> =
+                Box::new(MemoryPart::begin(connection));
+            Ok(part)
         })
         .await
     }
@@ -196,6 +272,30 @@ impl Store for MemoryStore {
         .await
     }
 
+    async fn settle_through(
+        &self,
+        connection: &mut MemoryConnection,
+        settlements: &[Settlement],
+    ) -> Result<Vec<Settled>, StoreError> {
+        self.run(Operation::SettleThrough, |_, now| {
+            if self.shared.faults.refuses(settlements) {
+                return Err(Operation::SettleThrough.error(StoreErrorKind::Data));
+            }
+            Ok(connection.settle(settlements, now))
+        })
+        .await
+    }
+
+    /// There is one writing transaction at a time, so whoever has one has every lock.
+    async fn lock_entity(
+        &self,
+        _connection: &mut MemoryConnection,
+        _namespace: i32,
+        _id: LockId,
+    ) -> Result<(), StoreError> {
+        self.run(Operation::LockEntity, |_, _| Ok(())).await
+    }
+
     async fn check(&self) -> Result<(), StoreError> {
         self.run(Operation::Check, |_, _| Ok(())).await
     }
@@ -203,6 +303,21 @@ impl Store for MemoryStore {
     async fn claim(&self, request: &ClaimRequest<'_>) -> Result<Vec<Claimed>, StoreError> {
         self.run(Operation::Claim, |database, now| {
             Ok(database.claim(request, now))
+        })
+        .await
+    }
+
+    async fn claim_in(
+        &self,
+        pass: Pass,
+        request: &ClaimRequest<'_>,
+    ) -> Result<Option<Vec<Claimed>>, StoreError> {
+        let everywhere = ClaimRequest {
+            low_water: LowWater::BEGINNING,
+            ..request.clone()
+        };
+        self.run_in(Operation::ClaimIn, pass, |database, now| {
+            database.claim(&everywhere, now)
         })
         .await
     }
@@ -259,16 +374,59 @@ impl Store for MemoryStore {
         .await
     }
 
-    async fn sweep(&self, request: &SweepRequest<'_>) -> Result<SweepChunk, StoreError> {
-        self.run(Operation::Sweep, |database, now| {
-            Ok(database.sweep(request, now))
+    async fn sweep(
+        &self,
+        pass: Pass,
+        request: &SweepRequest<'_>,
+    ) -> Result<Option<SweepChunk>, StoreError> {
+        self.run_in(Operation::Sweep, pass, |database, now| {
+            database.sweep(request, now)
         })
         .await
     }
 
-    async fn purge(&self, limit: NonZeroU32) -> Result<u64, StoreError> {
-        self.run(Operation::Purge, |database, now| {
-            Ok(database.purge(limit, now))
+    async fn purge(&self, pass: Pass, limit: NonZeroU32) -> Result<Option<u64>, StoreError> {
+        self.run_in(Operation::Purge, pass, |database, now| {
+            database.purge(limit, now)
+        })
+        .await
+    }
+
+    async fn upkeep(&self, pass: Pass, _ahead: Duration) -> Result<Option<Upkeep>, StoreError> {
+        self.run_in(Operation::Upkeep, pass, |_, _| Upkeep::Done)
+            .await
+    }
+
+    async fn dead_letters(&self, scan: &DeadLetterScan<'_>) -> Result<DeadLetterChunk, StoreError> {
+        self.run(Operation::DeadLetters, |database, now| {
+            Ok(database.dead_letters(scan, now))
+        })
+        .await
+    }
+
+    async fn change_dead_letters(
+        &self,
+        rows: DeadLetterRows<'_>,
+        change: DeadLetterChange,
+    ) -> Result<DeadLettersChanged, StoreError> {
+        self.run(Operation::ChangeDeadLetters, |database, now| {
+            Ok(database.change_dead_letters(rows, change, now))
+        })
+        .await
+    }
+
+    async fn stats(&self) -> Result<StoreStats, StoreError> {
+        self.run(Operation::Stats, |database, now| Ok(database.stats(now)))
+            .await
+    }
+
+    async fn try_exclusive(
+        &self,
+        name: &str,
+        _instance: &str,
+    ) -> Result<Option<MemoryExclusive>, StoreError> {
+        self.run(Operation::TryExclusive, |_, _| {
+            Ok(MemoryExclusive::take(self, name))
         })
         .await
     }

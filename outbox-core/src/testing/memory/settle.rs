@@ -5,8 +5,7 @@ use std::time::{Duration, SystemTime};
 
 use super::database::Database;
 use crate::lease::HeldLease;
-use crate::outcome::Outcome;
-use crate::store::{EventState, Renewal, Settled, Settlement, Verified};
+use crate::store::{Renewal, Settled, Settlement, Verified};
 
 impl Database {
     pub(super) fn verify(&mut self, leases: &[HeldLease], now: SystemTime) -> Vec<Verified> {
@@ -58,42 +57,11 @@ impl Database {
         let Some(row) = self.held(settlement.lease) else {
             return Settled::LeaseLost;
         };
-        row.end_lease();
-        row.columns.due_at = None;
-        match &settlement.outcome {
-            Outcome::Processed { output } => {
-                row.columns.state = EventState::Processed;
-                row.columns.output.clone_from(output);
-                row.columns.settled_at = Some(now);
-                row.kept_until = Some(now + row.retention);
-                self.leave_processed(settlement.lease.row, now);
-            }
-            Outcome::Retry { after, error } => {
-                row.add_failure(error.as_str(), now);
-                row.failed = true;
-                row.columns.due_at = Some(now + *after);
-            }
-            Outcome::Dead { reason, error } => {
-                row.add_failure(error.as_str(), now);
-                row.columns.state = EventState::DeadLetter;
-                row.columns.dead_reason = Some(*reason);
-                row.columns.settled_at = Some(now);
-            }
+        row.settle(&settlement.outcome, now);
+        if row.kept_until.is_some() {
+            self.leave(settlement.lease.row, now);
         }
         Settled::Recorded
-    }
-
-    /// Lets the key remember the result, and the row go where nothing of it is to be kept.
-    fn leave_processed(&mut self, number: i64, now: SystemTime) {
-        let Some(row) = self.rows.get(&number) else {
-            return;
-        };
-        if let Some(key) = row.key().and_then(|key| self.keys.get_mut(&key)) {
-            key.processed = Some((row.columns.output.clone(), now + row.key_retention));
-        }
-        if row.retention.is_zero() {
-            self.rows.remove(&number);
-        }
     }
 
     pub(super) fn release(&mut self, leases: &[HeldLease]) -> Vec<Settled> {
@@ -127,9 +95,9 @@ impl Database {
         self.keys.retain(|_, key| {
             let kept = rows.contains_key(&key.id.row());
             let expired = key
-                .processed
+                .settled
                 .as_ref()
-                .is_some_and(|(_, until)| *until <= now);
+                .is_some_and(|settled| settled.kept_until <= now);
             !may_remove(expired && !kept)
         });
         removed

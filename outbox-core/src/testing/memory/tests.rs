@@ -9,9 +9,14 @@ use super::*;
 use crate::event::Priority;
 use crate::lease::LeaseToken;
 use crate::outcome::{ErrorText, Outcome};
-use crate::store::{EventState, LowWater, Wakeups as _};
+use crate::store::{EventState, ExclusiveLock as _, LowWater, Wakeups as _};
 
 const MINUTE: Duration = Duration::from_secs(60);
+
+const PASS: Pass = Pass {
+    cadence: Cadence::Maintenance,
+    statement_limit: MINUTE,
+};
 
 fn event() -> NewEvent {
     NewEvent {
@@ -113,9 +118,9 @@ async fn retention_follows_tokio_time() {
     let leases = claim(&store).await;
     settle(&store, leases[0], processed("1")).await.unwrap();
     tokio::time::advance(MINUTE - Duration::from_millis(1)).await;
-    assert_eq!(store.purge(NonZeroU32::MIN).await.unwrap(), 0);
+    assert_eq!(store.purge(PASS, NonZeroU32::MIN).await.unwrap(), Some(0));
     tokio::time::advance(Duration::from_millis(1)).await;
-    assert_eq!(store.purge(NonZeroU32::MIN).await.unwrap(), 1);
+    assert_eq!(store.purge(PASS, NonZeroU32::MIN).await.unwrap(), Some(1));
     assert_eq!(store.records(), []);
 }
 
@@ -301,4 +306,30 @@ async fn a_broken_subscription_says_so_and_can_be_replaced() {
     let mut replaced = store.listen().await.unwrap().unwrap();
     store.notify().await.unwrap();
     replaced.next().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_pass_stands_down_while_another_instance_is_at_its_cadence() {
+    let store = MemoryStore::new();
+    store.begin_pass_elsewhere(Cadence::Maintenance);
+    assert_eq!(store.purge(PASS, NonZeroU32::MIN).await.unwrap(), None);
+    let sweep = Pass {
+        cadence: Cadence::Sweep,
+        ..PASS
+    };
+    assert_eq!(store.purge(sweep, NonZeroU32::MIN).await.unwrap(), Some(0));
+    store.end_pass_elsewhere(Cadence::Maintenance);
+    assert_eq!(store.purge(PASS, NonZeroU32::MIN).await.unwrap(), Some(0));
+}
+
+#[tokio::test]
+async fn a_broken_exclusive_lock_is_lost_and_free() {
+    let store = MemoryStore::new();
+    let mut first = store.try_exclusive("report", "a").await.unwrap().unwrap();
+    store.break_exclusive("report");
+    assert!(!first.keep().await.unwrap());
+    let mut second = store.try_exclusive("report", "b").await.unwrap().unwrap();
+    // The first one does not free what is the second one's.
+    first.release().await.unwrap();
+    assert!(second.keep().await.unwrap());
 }

@@ -73,11 +73,12 @@ CREATE INDEX {index_ready} ON {events} (priority DESC, (id + 0)) WHERE due_at IS
 -- Waiting for a delay or a retry: outside the ready index, so that a claim does not step over them.
 CREATE INDEX {index_waiting} ON {events} (priority DESC, due_at, id) WHERE due_at IS NOT NULL;
 
--- Processed events that are kept for a while. By the day on which a row expires, so that retention
--- can drop partitions; the default partition takes what no other one covers, so that settling an
--- event never fails for want of one.
+-- Processed and discarded events that are kept for a while. By the day, in UTC, on which a row
+-- expires, so that retention can drop partitions; the default partition takes what no other one
+-- covers, so that settling an event never fails for want of one.
 CREATE TABLE {history} (
     id bigint NOT NULL,
+    state text NOT NULL,
     name text COLLATE "C" NOT NULL,
     version integer NOT NULL,
     payload json NOT NULL,
@@ -91,9 +92,11 @@ CREATE TABLE {history} (
     created_at timestamptz NOT NULL,
     settled_at timestamptz NOT NULL,
     expires_at timestamptz NOT NULL,
+    dead_reason text,
     last_error text,
     failures jsonb,
-    output json
+    output json,
+    CONSTRAINT state_is_processed_or_discarded CHECK (state IN ('processed', 'discarded'))
 ) PARTITION BY RANGE (expires_at);
 
 CREATE TABLE {history_default} PARTITION OF {history} DEFAULT;
@@ -127,8 +130,8 @@ CREATE TABLE {dead} (
 -- claim, and because a row on its way from the hot table to the history would be in neither for a
 -- publisher that waits for it.
 --
--- state, output and expires_at are set when the event is processed. A key without expires_at is
--- never removed: its event is unsettled or dead.
+-- state, output and expires_at are set when the event is processed or discarded. A key without
+-- expires_at is never removed: its event is unsettled or dead.
 CREATE TABLE {keys} (
     name text COLLATE "C" NOT NULL,
     key text COLLATE "C" NOT NULL,
@@ -138,6 +141,7 @@ CREATE TABLE {keys} (
     output json,
     expires_at timestamptz,
     PRIMARY KEY (name, key),
+    CONSTRAINT state_is_processed_or_discarded CHECK (state IN ('processed', 'discarded')),
     CONSTRAINT only_a_settled_key_expires CHECK (
         (state IS NULL) = (expires_at IS NULL) AND (state IS NOT NULL OR output IS NULL)
     )
@@ -152,6 +156,111 @@ CREATE TABLE {installation} (
 );
 
 INSERT INTO {installation} (id) VALUES (gen_random_uuid());
+
+-- Drops one partition of the history whose day is past, or makes the first one that is missing
+-- between today and ahead from now, at most 400 days. Answers whether it did either.
+--
+-- It runs with its owner's rights, so that a role needs no more than EXECUTE to have it done. Nobody
+-- but the owner has that until it is granted, and nothing that a caller says gets into a statement.
+--
+-- Settlements do not wait for it for longer than a fifth of a second:
+-- - No lock is waited for for longer than a tenth of a second, and not as long once somebody may be
+--   waiting for us.
+-- - A new partition is made by itself and then attached. That locks the default partition alone, and
+--   no event of a day that has a partition goes there. CREATE .. PARTITION OF would lock them all.
+-- - Attaching reads the default partition from end to end, to see that no row of the day is in it.
+--   While that has more than 4096 pages, none is attached.
+-- - Up to 500 rows of the day that are there are moved. A day with more of them gets no partition:
+--   they are removed one by one, as all that is in the default partition.
+CREATE FUNCTION {upkeep}(ahead interval) RETURNS boolean
+LANGUAGE plpgsql VOLATILE SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp
+SET lock_timeout = '100ms'
+SET "TimeZone" = 'UTC'
+SET "DateStyle" = 'ISO, YMD'
+AS {function_quote}
+DECLARE
+    today CONSTANT date := clock_timestamp()::date;
+    last_day CONSTANT date :=
+        (clock_timestamp() + least(greatest(ahead, interval '0'), interval '400 days'))::date;
+    stem CONSTANT text := {table_literal} || '_history_';
+    one_day CONSTANT text := 'FOR VALUES FROM (%L) TO (%L)';
+    crowded CONSTANT integer := 500;
+    partition regclass;
+    new_day date;
+    new_name text;
+    lower_bound timestamptz;
+    upper_bound timestamptz;
+BEGIN
+    -- By its bounds as well as by its name: what somebody else has attached is theirs.
+    SELECT child.oid::regclass INTO partition
+    FROM pg_inherits AS inherits
+    JOIN pg_class AS child ON child.oid = inherits.inhrelid
+    CROSS JOIN LATERAL (SELECT pg_get_expr(child.relpartbound, child.oid) AS text) AS bounds
+    CROSS JOIN LATERAL (
+        SELECT substring(bounds.text FROM '^FOR VALUES FROM \(''([0-9-]{10}) ')::date AS date
+    ) AS day
+    WHERE inherits.inhparent = {history_literal}::regclass
+    AND child.relname = stem || to_char(day.date, 'YYYYMMDD')
+    AND bounds.text = format(one_day, day.date::timestamptz, (day.date + 1)::timestamptz)
+    AND day.date < today
+    ORDER BY day.date
+    LIMIT 1;
+    IF partition IS NOT NULL THEN
+        LOCK TABLE ONLY {history} IN ACCESS EXCLUSIVE MODE;
+        SET LOCAL lock_timeout = '50ms';
+        -- IF EXISTS, should another caller have been faster.
+        EXECUTE format('DROP TABLE IF EXISTS %s', partition);
+        RETURN true;
+    END IF;
+
+    IF pg_relation_size({history_default_literal}::regclass)
+        > 4096 * current_setting('block_size')::bigint
+    THEN
+        RETURN false;
+    END IF;
+    FOR new_day IN
+        SELECT day::date FROM generate_series(today::timestamp, last_day::timestamp, '1 day') AS day
+    LOOP
+        new_name := stem || to_char(new_day, 'YYYYMMDD');
+        lower_bound := new_day::timestamptz;
+        upper_bound := (new_day + 1)::timestamptz;
+        CONTINUE WHEN to_regclass(format('%I.%I', {schema_literal}, new_name)) IS NOT NULL;
+        CONTINUE WHEN (
+            SELECT count(*) FROM (
+                SELECT FROM ONLY {history_default}
+                WHERE expires_at >= lower_bound AND expires_at < upper_bound
+                LIMIT crowded + 1
+            ) AS those
+        ) > crowded;
+
+        -- Keeps other callers out, and neither readers nor settlements.
+        LOCK TABLE ONLY {history} IN SHARE UPDATE EXCLUSIVE MODE;
+        CONTINUE WHEN to_regclass(format('%I.%I', {schema_literal}, new_name)) IS NOT NULL;
+        EXECUTE format(
+            'CREATE TABLE %I.%I (LIKE %s INCLUDING ALL)',
+            {schema_literal}, new_name, {history_literal}::regclass
+        );
+        -- From here nothing is added to the default partition.
+        LOCK TABLE ONLY {history_default} IN ACCESS EXCLUSIVE MODE;
+        EXECUTE format(
+            'WITH moved AS (
+                DELETE FROM ONLY %s WHERE expires_at >= $1 AND expires_at < $2 RETURNING *
+            )
+            INSERT INTO %I.%I SELECT * FROM moved',
+            {history_default_literal}::regclass, {schema_literal}, new_name
+        ) USING lower_bound, upper_bound;
+        EXECUTE format(
+            'ALTER TABLE %s ATTACH PARTITION %I.%I ' || format(one_day, lower_bound, upper_bound),
+            {history_literal}::regclass, {schema_literal}, new_name
+        );
+        RETURN true;
+    END LOOP;
+    RETURN false;
+END
+{function_quote};
+
+REVOKE ALL ON FUNCTION {upkeep}(interval) FROM PUBLIC;
 
 -- The whole story, for somebody with psql. An event whose lease has ended without an outcome is
 -- pending again, whoever's token is still in the row.
@@ -175,9 +284,9 @@ SELECT
     id, replace((SELECT i.id::text FROM {installation} AS i), '-', '') || '-' || id,
     name, version, payload, headers, dedup_key, ordering_key,
     CASE priority WHEN 0 THEN 'low' WHEN 1 THEN 'normal' WHEN 2 THEN 'high' ELSE 'critical' END,
-    'processed',
+    state,
     attempts, max_attempts, NULL, NULL, claimed_by, NULL, created_at,
-    settled_at, last_error, NULL, output, failures
+    settled_at, last_error, dead_reason, output, failures
 FROM {history}
 UNION ALL
 SELECT

@@ -1,13 +1,12 @@
 -- Events that are not settled, and nothing else. The number of a row that was committed never comes
 -- again (AUTOINCREMENT), because an event id outlives its row. Times are microseconds since the
--- epoch.
+-- epoch. What can be large comes last, in every table: SQLite walks over it to read a column behind
+-- it, and most of what is asked for stands before.
 CREATE TABLE {events} (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     name TEXT NOT NULL CHECK (name <> ''),
     version INTEGER NOT NULL CHECK (version BETWEEN 1 AND 4294967295),
     priority INTEGER NOT NULL CHECK (priority BETWEEN 0 AND 3),
-    payload TEXT NOT NULL,
-    headers TEXT,
     dedup_key TEXT,
     ordering_key TEXT,
     attempts INTEGER NOT NULL DEFAULT 0,
@@ -22,6 +21,8 @@ CREATE TABLE {events} (
     key_retention INTEGER NOT NULL CHECK (key_retention >= 0),
     failures TEXT NOT NULL DEFAULT '[]'
         CHECK (json_valid(failures) AND json_type(failures) = 'array'),
+    headers TEXT,
+    payload TEXT NOT NULL,
     CONSTRAINT attempts_within_budget CHECK (attempts BETWEEN 0 AND max_attempts),
     CONSTRAINT lease_is_whole CHECK (
         (lease_token IS NULL) = (lease_expires_at IS NULL)
@@ -33,14 +34,14 @@ CREATE TABLE {events} (
 CREATE INDEX {ready} ON {events} (priority DESC, id) WHERE due_at IS NULL;
 CREATE INDEX {waiting} ON {events} (priority DESC, due_at, id) WHERE due_at IS NOT NULL;
 
--- Processed events, until their retention has passed.
+-- Events that were processed, or that were dead letters and a person discarded, until their retention
+-- has passed.
 CREATE TABLE {history} (
     id INTEGER PRIMARY KEY,
     name TEXT NOT NULL,
     version INTEGER NOT NULL,
     priority INTEGER NOT NULL,
-    payload TEXT NOT NULL,
-    headers TEXT,
+    state TEXT NOT NULL CHECK (state IN ('processed', 'discarded')),
     dedup_key TEXT,
     ordering_key TEXT,
     attempts INTEGER NOT NULL,
@@ -49,20 +50,22 @@ CREATE TABLE {history} (
     created_at INTEGER NOT NULL,
     settled_at INTEGER NOT NULL,
     expires_at INTEGER NOT NULL,
+    -- Why a discarded event had been a dead letter.
+    reason TEXT,
     failures TEXT NOT NULL,
-    output TEXT
+    headers TEXT,
+    output TEXT,
+    payload TEXT NOT NULL
 ) STRICT;
 
 CREATE INDEX {history_end} ON {history} (expires_at);
 
--- Events nobody will try again unless a person asks. Never removed by age.
+-- Events nobody will try again unless a person asks. Never removed by age alone.
 CREATE TABLE {dead} (
     id INTEGER PRIMARY KEY,
     name TEXT NOT NULL,
     version INTEGER NOT NULL,
     priority INTEGER NOT NULL,
-    payload TEXT NOT NULL,
-    headers TEXT,
     dedup_key TEXT,
     ordering_key TEXT,
     attempts INTEGER NOT NULL,
@@ -72,12 +75,14 @@ CREATE TABLE {dead} (
     settled_at INTEGER NOT NULL,
     retention INTEGER NOT NULL,
     key_retention INTEGER NOT NULL,
+    reason TEXT NOT NULL CHECK (reason <> ''),
     failures TEXT NOT NULL,
-    reason TEXT NOT NULL CHECK (reason <> '')
+    headers TEXT,
+    payload TEXT NOT NULL
 ) STRICT;
 
 -- Who holds a dedup key. `state` is NULL while the event is not settled; a key ends only once its
--- event is processed.
+-- event is processed or discarded.
 CREATE TABLE {keys} (
     name TEXT NOT NULL,
     key TEXT NOT NULL,
@@ -89,6 +94,7 @@ CREATE TABLE {keys} (
     CONSTRAINT key_state_is_whole CHECK (
         CASE state
             WHEN 'processed' THEN expires_at IS NOT NULL
+            WHEN 'discarded' THEN expires_at IS NOT NULL AND output IS NULL
             WHEN 'dead_letter' THEN expires_at IS NULL AND output IS NULL
             ELSE state IS NULL AND expires_at IS NULL AND output IS NULL
         END
@@ -110,6 +116,15 @@ BEGIN
     VALUES (NEW.name, NEW.dedup_key, NEW.id)
     ON CONFLICT (name, key) DO UPDATE SET state = NULL, output = NULL, expires_at = NULL;
 END;
+
+-- Who has an exclusive lock of the application, and until when unless it is kept. The row of one that
+-- was not released stays until somebody takes the lock over.
+CREATE TABLE {locks} (
+    name TEXT PRIMARY KEY NOT NULL,
+    token TEXT NOT NULL,
+    instance TEXT NOT NULL,
+    expires_at INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
 
 -- With a row's number this makes an event id that no other database gives.
 CREATE TABLE {installation} (
@@ -160,9 +175,9 @@ FROM (
     FROM {events}
     UNION ALL
     SELECT
-        id, name, version, payload, headers, dedup_key, ordering_key, priority, 'processed',
+        id, name, version, payload, headers, dedup_key, ordering_key, priority, state,
         attempts, max_attempts, NULL, NULL, claimed_by, NULL,
-        created_at, settled_at, NULL, output, failures
+        created_at, settled_at, reason, output, failures
     FROM {history}
     UNION ALL
     SELECT

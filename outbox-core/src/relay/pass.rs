@@ -1,0 +1,305 @@
+//! One pass of a cadence: what no claim finds, what wake-ups missed, and what is past its time.
+//!
+//! Each chunk is a transaction of its own, so what was done stays done when a later chunk fails.
+//! Another instance that is at the same cadence ends the pass: that it does not get the lock of a
+//! chunk is not an error, and nothing is lost by it.
+
+use std::num::NonZeroU32;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::cadence::{Cadence, PassReport};
+use crate::engine::settler::{About, Ending};
+use crate::lease::LeaseToken;
+use crate::outcome::{DeadReason, ErrorText, Outcome};
+use crate::relay::RelayParts;
+use crate::relay::claim::{self, Reserve};
+use crate::settings::LEASE_MAX;
+use crate::store::{
+    LEASE_ENDED, LowWater, Pass, Store, StoreError, StoreErrorKind, SweepChunk, SweepRequest,
+    Upkeep,
+};
+
+/// How many rows one chunk of a sweep looks at: a few milliseconds.
+const SCAN: NonZeroU32 = NonZeroU32::new(5_000).expect("not zero");
+
+/// How many settled events and keys one statement removes: some ten milliseconds.
+const PURGE: NonZeroU32 = NonZeroU32::new(1_000).expect("not zero");
+
+/// How many such statements a sweep sends, so that the daily pass does not meet a whole day's. What
+/// is left waits for the next.
+const PURGES_OF_A_SWEEP: u32 = 100;
+
+/// How far ahead partitions are made at most: a table with more of them is slow to plan for. What
+/// is kept for longer is in the default partition, and removed in chunks.
+const AHEAD_MAX: Duration = Duration::from_secs(400 * 24 * 60 * 60);
+
+/// A day's partition has to be there when the first event that expires on that day is settled. A
+/// pass that could not make it has this long to try again.
+const AHEAD_MARGIN: Duration = Duration::from_secs(2 * 24 * 60 * 60);
+
+/// Why a pass ends before its end.
+enum Cut {
+    /// The relay stops.
+    Stopped,
+    /// Another instance is at it.
+    StoodDown,
+    Failed(StoreError),
+}
+
+impl From<StoreError> for Cut {
+    fn from(error: StoreError) -> Self {
+        Self::Failed(error)
+    }
+}
+
+pub(super) async fn run<S: Store>(
+    parts: &RelayParts<S>,
+    cadence: Cadence,
+) -> Result<PassReport, StoreError> {
+    let rhythm = parts.rhythm(cadence);
+    let mut running = Running {
+        parts,
+        pass: Pass {
+            cadence,
+            statement_limit: rhythm.statement_limit,
+        },
+        batch: rhythm.batch,
+        every: rhythm.every,
+        begun: Instant::now(),
+        report: PassReport::default(),
+    };
+    let end = match cadence {
+        Cadence::Sweep => running.sweep().await,
+        Cadence::Backstop => running.dispatch_due().await,
+        Cadence::Maintenance => running.maintain().await,
+    };
+    let mut report = running.report;
+    match end {
+        Err(Cut::Failed(error)) => return Err(error),
+        Err(Cut::StoodDown) => report.stood_down = true,
+        Err(Cut::Stopped) | Ok(()) => {}
+    }
+    tracing::debug!(
+        %cadence,
+        dispatched = report.dispatched,
+        exhausted = report.exhausted,
+        purged = report.purged,
+        stood_down = report.stood_down,
+        "pass ended"
+    );
+    Ok(report)
+}
+
+struct Running<'a, S: Store> {
+    parts: &'a RelayParts<S>,
+    pass: Pass,
+    batch: NonZeroU32,
+    every: Duration,
+    begun: Instant,
+    report: PassReport,
+}
+
+impl<S: Store> Running<'_, S> {
+    async fn sweep(&mut self) -> Result<(), Cut> {
+        self.look_at_all().await?;
+        self.purge(PURGES_OF_A_SWEEP).await?;
+        // Only what a daily pass could not do: a table was locked.
+        if self.parts.upkeep.is_pending() {
+            self.upkeep().await?;
+        }
+        self.dispatch_due().await
+    }
+
+    async fn maintain(&mut self) -> Result<(), Cut> {
+        // A partition that is dropped need not be emptied first.
+        self.upkeep().await?;
+        self.purge(u32::MAX).await?;
+        self.log_statistics().await?;
+        self.dispatch_due().await
+    }
+
+    /// Walks over every unsettled row, whatever its name.
+    async fn look_at_all(&mut self) -> Result<(), Cut> {
+        let shared = &self.parts.shared;
+        let mut after = 0;
+        loop {
+            self.parts.go_on()?;
+            let _asking = shared.may_ask().ok_or(Cut::Stopped)?;
+            let request = SweepRequest {
+                after,
+                scan: SCAN,
+                lease: shared.settings.lease,
+                token: LeaseToken::random(),
+                instance: &shared.settings.instance,
+                names: shared.registry.names(),
+            };
+            let chunk = shared.store.sweep(self.pass, &request).await?;
+            let chunk = chunk.ok_or(Cut::StoodDown)?;
+            let next = chunk.next;
+            self.take_in(chunk).await;
+            match next {
+                Some(next) => after = next,
+                None => break,
+            }
+        }
+        for (name, waiting) in &self.report.unhandled {
+            tracing::warn!(
+                event_name = name.as_str(),
+                waiting,
+                "events of a type that has no handler here wait"
+            );
+        }
+        Ok(())
+    }
+
+    async fn take_in(&mut self, chunk: SweepChunk) {
+        let shared = &self.parts.shared;
+        let exhausted = chunk.exhausted.len();
+        for row in chunk.exhausted {
+            // Nothing runs, so nothing is held: were this process to die here, the lease would
+            // end and the next sweep find the row again.
+            shared.end(Ending::Settle {
+                lease: row.lease(),
+                about: About::exhausted(&row),
+                outcome: Outcome::Dead {
+                    reason: DeadReason::LeaseExpired,
+                    error: ErrorText::new(&LEASE_ENDED),
+                },
+                at: Instant::now(),
+                waiter: None,
+            });
+        }
+        if exhausted > 0 {
+            // One chunk is under way at a time, whatever there is to bury.
+            shared.flush().await;
+        }
+        if chunk.cut_leases > 0 {
+            tracing::warn!(
+                leases = chunk.cut_leases,
+                longest = ?LEASE_MAX,
+                "leases ended later than any lease can; they were cut. Was the clock of the \
+                 database put back?"
+            );
+        }
+        self.report.exhausted += count(exhausted);
+        self.report.cut_leases += chunk.cut_leases;
+        for (name, waiting) in chunk.unhandled {
+            *self.report.unhandled.entry(name).or_default() += waiting;
+        }
+    }
+
+    /// Claims from the beginning until nothing is due any more, as fast as handlers can take it; at
+    /// the longest until the next pass is due, which has more to do than that. So it comes last.
+    async fn dispatch_due(&mut self) -> Result<(), Cut> {
+        let mut reserve = Reserve::default();
+        while self.begun.elapsed() < self.every {
+            let capacity = claim::gather(self.parts, self.batch).await;
+            let capacity = capacity.ok_or(Cut::Stopped)?;
+            let shared = &self.parts.shared;
+            let _asking = shared.may_ask().ok_or(Cut::Stopped)?;
+            let asked = capacity.len();
+            let request = claim::request(self.parts, asked, &mut reserve, LowWater::BEGINNING);
+            let trusted_until = Instant::now() + request.lease;
+            shared.counters.claims.one();
+            let claimed = shared.store.claim_in(self.pass, &request).await?;
+            let claimed = claimed.ok_or(Cut::StoodDown)?;
+            let found = claimed.len();
+            self.report.dispatched += count(found);
+            claim::start_all(self.parts, claimed, capacity, trusted_until);
+            if found < asked {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    async fn purge(&mut self, statements: u32) -> Result<(), Cut> {
+        for _ in 0..statements {
+            self.parts.go_on()?;
+            let purged = self.parts.shared.store.purge(self.pass, PURGE).await?;
+            let purged = purged.ok_or(Cut::StoodDown)?;
+            self.report.purged += purged;
+            if purged < u64::from(PURGE.get()) {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes and drops partitions, one at a time. That it cannot be done now, or not by this role,
+    /// stops nothing: everything goes into the default partition and is removed in chunks.
+    async fn upkeep(&mut self) -> Result<(), Cut> {
+        let shared = &self.parts.shared;
+        let retention = std::cmp::max(
+            shared.settings.retention,
+            shared.registry.longest_retention(),
+        );
+        let ahead = std::cmp::min(retention.saturating_add(AHEAD_MARGIN), AHEAD_MAX);
+        loop {
+            self.parts.go_on()?;
+            match shared.store.upkeep(self.pass, ahead).await {
+                Ok(None) => return Err(Cut::StoodDown),
+                Ok(Some(Upkeep::Done)) => {
+                    self.parts.upkeep.done();
+                    return Ok(());
+                }
+                Ok(Some(Upkeep::Changed)) => self.report.partitions += 1,
+                Err(error) if error.kind() == StoreErrorKind::Denied => {
+                    self.parts.upkeep.done();
+                    tracing::warn!(
+                        error = %ErrorText::from(&error),
+                        "this role may not make and drop the partitions of the history; unless \
+                         another one does, what is past its retention is removed row by row"
+                    );
+                    return Ok(());
+                }
+                Err(error) => {
+                    self.parts.upkeep.put_off();
+                    tracing::warn!(
+                        error = %ErrorText::from(&error),
+                        "a partition of the history could not be made or dropped; the next sweep \
+                         tries again"
+                    );
+                    return Ok(());
+                }
+            }
+        }
+    }
+
+    async fn log_statistics(&self) -> Result<(), Cut> {
+        let stats = self.parts.shared.store.stats().await?;
+        let total = stats.events.values().fold(
+            crate::stats::EventCounts::default(),
+            |mut total, counts| {
+                total.add(counts);
+                total
+            },
+        );
+        tracing::info!(
+            due = total.due,
+            waiting = total.waiting,
+            retrying = total.retrying,
+            in_progress = total.in_progress,
+            dead = total.dead,
+            oldest_due = ?stats.oldest_due,
+            exact = stats.exact,
+            "daily statistics"
+        );
+        Ok(())
+    }
+}
+
+impl<S: Store> RelayParts<S> {
+    fn go_on(&self) -> Result<(), Cut> {
+        let stopped = self.stop.is_cancelled()
+            || self.shared.stopping.is_cancelled()
+            || self.shared.closing.is_cancelled();
+        if stopped { Err(Cut::Stopped) } else { Ok(()) }
+    }
+}
+
+fn count(n: usize) -> u64 {
+    u64::try_from(n).unwrap_or(u64::MAX)
+}
