@@ -109,6 +109,7 @@ mod relay;
 
 pub mod cadence;
 pub mod dead_letter;
+mod exclusive;
 pub mod lock;
 pub mod stats;
 
@@ -135,7 +136,9 @@ pub use crate::dead_letter::{
 };
 pub use crate::engine::ShutdownError;
 pub use crate::event::{EventId, OutboxEvent, Priority};
+pub use crate::exclusive::{EXCLUSIVE_NAME_MAX, Exclusive, ExclusiveError, LockError, Tenure};
 pub use crate::handler::{Delivery, Handler, HandlerError};
+pub use crate::lock::LockId;
 pub use crate::outbox::{DirectError, Dispatching, Outbox};
 pub use crate::outcome::DeadReason;
 pub use crate::publish::{Duplicate, PublishError, PublishOptions, Published};

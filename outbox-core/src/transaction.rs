@@ -44,6 +44,10 @@ impl<S: Store> OutboxTx<S> {
         }
     }
 
+    pub(crate) fn outbox(&self) -> &Outbox<S> {
+        &self.outbox
+    }
+
     /// Publishes an event in this transaction.
     ///
     /// One statement, and a second one where a dedup key is taken.

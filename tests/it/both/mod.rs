@@ -3,6 +3,7 @@
 //!
 //! A scenario is a function over a [`Database`]; [`on_both_databases!`] makes two tests of it.
 
+mod cadences;
 mod costs;
 mod dead_letters;
 mod dispatch;

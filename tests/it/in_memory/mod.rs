@@ -2,6 +2,7 @@
 
 mod cadence;
 mod dead_letter;
+mod exclusive;
 mod hostile;
 mod inline;
 mod lease;
