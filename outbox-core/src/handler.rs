@@ -83,6 +83,29 @@ where
     }
 }
 
+/// Handles events of type `E` with writes of its own to the database of type `C`.
+///
+/// It writes through `connection`, which is inside a savepoint: if it fails, panics, overruns its
+/// timeout or is dropped, what it wrote is undone, and nothing else of the transaction is. For
+/// [`OutboxTx::dispatch_uncommitted_with`](crate::OutboxTx::dispatch_uncommitted_with).
+///
+/// It must not commit or roll back, and has to leave the transaction usable: one that returns `Ok`
+/// although a statement of it failed, in a way that PostgreSQL aborts the transaction for, has
+/// failed.
+pub trait TransactionalHandler<C, E: OutboxEvent>: Send + Sync {
+    /// Handles one event.
+    ///
+    /// # Errors
+    ///
+    /// Any error is a failed attempt, as with a [`Handler`].
+    fn handle(
+        &self,
+        event: E,
+        connection: &mut C,
+        delivery: &Delivery,
+    ) -> impl Future<Output = Result<E::Output, HandlerError>> + Send;
+}
+
 /// Why a handler did not succeed, and what follows from it.
 ///
 /// Every [`std::error::Error`] turns into a retry through `?`. For what is none, such as
@@ -207,7 +230,7 @@ impl Delivery {
 
     /// When the event was published, by the database's clock. The same for every attempt.
     ///
-    /// `None` for an event that was dispatched directly and has no row.
+    /// `None` for an event that was dispatched directly and has no row, or before its commit.
     #[must_use]
     pub fn first_published_at(&self) -> Option<SystemTime> {
         self.first_published_at

@@ -96,6 +96,7 @@ mod registry;
 
 pub mod publish;
 mod transaction;
+mod uncommitted;
 
 mod builder;
 mod outbox;
@@ -137,7 +138,7 @@ pub use crate::dead_letter::{
 pub use crate::engine::ShutdownError;
 pub use crate::event::{EventId, OutboxEvent, Priority};
 pub use crate::exclusive::{EXCLUSIVE_NAME_MAX, Exclusive, ExclusiveError, LockError, Tenure};
-pub use crate::handler::{Delivery, Handler, HandlerError};
+pub use crate::handler::{Delivery, Handler, HandlerError, TransactionalHandler};
 pub use crate::lock::LockId;
 pub use crate::outbox::{DirectError, Dispatching, Outbox};
 pub use crate::outcome::DeadReason;
@@ -148,6 +149,7 @@ pub use crate::settled::{DeadEvent, SettledEvent, SettledResult, UndecodableEven
 pub use crate::stats::{EventCounts, Stats};
 pub use crate::store::{EventRecord, EventState, Store, StoreError, StoreErrorKind};
 pub use crate::transaction::OutboxTx;
+pub use crate::uncommitted::{Handled, Uncommitted};
 #[cfg(feature = "derive")]
 pub use outbox_derive::OutboxEvent;
 

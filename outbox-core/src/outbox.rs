@@ -417,6 +417,12 @@ impl<S: Store> Outbox<S> {
         }
     }
 
+    /// Whether a shutdown has begun.
+    pub(crate) fn is_stopping(&self) -> bool {
+        let engine = self.inner.engine.get();
+        engine.is_some_and(|engine| engine.shared.stopping.is_cancelled())
+    }
+
     pub(crate) fn settings(&self) -> &Settings {
         &self.inner.parts.settings
     }

@@ -9,7 +9,7 @@ use tokio::sync::mpsc;
 
 use crate::engine::inline::{BornLeased, Handover};
 use crate::event::OutboxEvent;
-use crate::lease::LeaseToken;
+use crate::lease::{HeldLease, LeaseToken};
 use crate::outbox::{Dispatching, Outbox, no_answer};
 use crate::publish::{PublishError, PublishOptions, Published};
 use crate::store::{BornLease, Insertion, NewEvent, Store, StoreError};
@@ -27,6 +27,10 @@ pub struct OutboxTx<S: Store> {
     tx: Option<S::Tx<'static>>,
     born: Vec<BornLeased>,
     published: usize,
+    /// How many of them nobody has to dispatch any more.
+    settled: usize,
+    /// Rows that this transaction inserted, and whose dispatch before the commit was dropped.
+    abandoned: Vec<HeldLease>,
     waiter: mpsc::Sender<()>,
     dispatching: Option<Dispatching>,
 }
@@ -39,6 +43,8 @@ impl<S: Store> OutboxTx<S> {
             tx: Some(tx),
             born: Vec::new(),
             published: 0,
+            settled: 0,
+            abandoned: Vec::new(),
             waiter,
             dispatching: Some(dispatching),
         }
@@ -130,6 +136,7 @@ impl<S: Store> OutboxTx<S> {
     ///
     /// Dropping the future is like an error: unknown, and the rows decide.
     pub async fn commit(mut self) -> Result<Dispatching, StoreError> {
+        self.settle_abandoned().await?;
         let Some(tx) = self.tx.take() else {
             return Err(no_answer());
         };
@@ -138,7 +145,7 @@ impl<S: Store> OutboxTx<S> {
             born: std::mem::take(&mut self.born),
         };
         self.outbox.store().commit(tx).await?;
-        let for_relays = self.published > handoff.born.len();
+        let for_relays = self.published - self.settled > handoff.born.len();
         handoff.dispatch();
         if for_relays {
             self.outbox.wake();
@@ -203,6 +210,32 @@ impl<S: Store> OutboxTx<S> {
             published.push(Published::from_insertion(answer));
         }
         Ok(published)
+    }
+
+    /// Inserts one row that is dispatched before the commit, under the lease it says.
+    pub(crate) async fn insert_held<E: OutboxEvent>(
+        &mut self,
+        rows: &[NewEvent],
+    ) -> Result<Published<E>, PublishError> {
+        let tx = self.tx.as_mut().ok_or_else(no_answer)?;
+        let mut answers = self.outbox.store().insert(tx, rows).await?;
+        let answer = answers.pop().ok_or_else(no_answer)?;
+        if matches!(answer, Insertion::Inserted(_)) {
+            self.published += 1;
+        }
+        Ok(Published::from_insertion(answer))
+    }
+
+    pub(crate) fn count_settled(&mut self) {
+        self.settled += 1;
+    }
+
+    /// The connection, and where to note what is dropped half way.
+    pub(crate) fn parts(
+        &mut self,
+    ) -> Result<(&mut S::Connection, &mut Vec<HeldLease>), StoreError> {
+        let tx = self.tx.as_mut().ok_or_else(no_answer)?;
+        Ok((tx, &mut self.abandoned))
     }
 
     /// Decides whether a row is born leased, and if so reserves its place in the queue.

@@ -9,6 +9,7 @@ mod dead_letters;
 mod dispatch;
 mod publish;
 mod relay;
+mod uncommitted;
 
 use std::future::Future;
 use std::ops::DerefMut;

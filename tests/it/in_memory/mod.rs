@@ -10,6 +10,7 @@ mod log;
 mod relay;
 mod settle;
 mod shutdown;
+mod uncommitted;
 
 use outbox_core::testing::MemoryStore;
 use outbox_core::{Outbox, OutboxBuilder};

@@ -1,0 +1,452 @@
+//! Dispatch before the commit: the handler runs inside the caller's transaction, and what becomes
+//! of the event is recorded in it.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::num::NonZeroU32;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio_util::sync::CancellationToken;
+
+use crate::dispatch::{self, Cause, Failure, Finding};
+use crate::event::{EventId, OutboxEvent};
+use crate::handler::{Delivery, TransactionalHandler, Verdict};
+use crate::lease::{HeldLease, LeaseToken};
+use crate::outbox::no_answer;
+use crate::outcome::{DeadReason, ErrorText, Outcome};
+use crate::publish::{Duplicate, PublishError, PublishOptions, Published};
+use crate::registry::Entry;
+use crate::store::{BornLease, NewEvent, Settled, Settlement, Store, StoreError};
+use crate::transaction::OutboxTx;
+
+impl<S: Store> OutboxTx<S> {
+    /// Publishes an event and runs its handler at once, before the transaction commits.
+    ///
+    /// If the handler succeeds, the event is recorded as processed in this transaction, so that
+    /// after the commit nothing is left to do. If it fails, panics or overruns its timeout, the
+    /// transaction goes on: the event is in it, its attempt 1 has failed, and once committed it is
+    /// due at once (or when the handler asked for). A permanent failure, or that of an only
+    /// attempt, makes it a dead letter.
+    ///
+    /// For handing over to a broker where a message about something that never happened does no
+    /// harm, or where the receiver asks before it acts. For a handler that writes to this database,
+    /// use [`dispatch_uncommitted_with`](Self::dispatch_uncommitted_with).
+    ///
+    /// # The effect can happen for a transaction that rolls back
+    ///
+    /// What the handler did outside of this database is done when this returns. If the transaction
+    /// then fails to commit, it was done for nothing, and nobody will know of the event. Inline
+    /// dispatch, which waits for the commit, does not have this, and costs the caller nothing: use
+    /// it unless the effect must have happened before the commit.
+    ///
+    /// # The transaction waits for the handler
+    ///
+    /// It keeps its locks, and its connection, for as long as the handler takes.
+    ///
+    /// An event without a handler here, or in an outbox that is shutting down, is published as
+    /// [`publish`](Self::publish) does, and left to the relays: nothing has started, nothing is
+    /// charged. Besides the INSERT it sends a savepoint, its end, and the settlement. The hooks do
+    /// not hear of it, since nothing is stored before the commit.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`PublishError`]; that the handler failed is not an error but
+    /// [`Uncommitted::Failed`]. After the `Store` variant, roll back: it is open what of the event is
+    /// in the transaction.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future drops the handler. What it wrote through its connection is undone before
+    /// the next statement; the event stays, and [`commit`](Self::commit) records the attempt as
+    /// failed, due at once.
+    pub async fn dispatch_uncommitted<E: OutboxEvent>(
+        &mut self,
+        event: &E,
+    ) -> Result<Uncommitted<E>, PublishError> {
+        let entry = self.outbox().registry().get(E::NAME).cloned();
+        let Some(entry) = entry.filter(|_| !self.outbox().is_stopping()) else {
+            return Ok(match self.publish(event).await? {
+                Published::Duplicate(duplicate) => Uncommitted::Duplicate(duplicate),
+                published => Uncommitted::Left(published.event_id()),
+            });
+        };
+        let timeout = entry.timeout;
+        self.run_uncommitted(event, timeout, &Registered(entry))
+            .await
+    }
+
+    /// Publishes an event and runs `handler` at once, with this transaction's connection.
+    ///
+    /// As [`dispatch_uncommitted`](Self::dispatch_uncommitted), for a handler whose only effect is
+    /// in this database: its writes and the settlement commit with the transaction or not at all,
+    /// and where it fails, only its own are undone. The event gets the timeout of its type, or the
+    /// outbox's. Where the handler fails, the event waits for a relay, and that runs the handler
+    /// *registered* for it.
+    ///
+    /// ```
+    /// use outbox_core::{Delivery, HandlerError, OutboxEvent, OutboxTx, Store, TransactionalHandler};
+    /// # use serde::{Deserialize, Serialize};
+    /// # #[derive(Serialize, Deserialize)] struct OrderPaid { order_id: i64 }
+    /// # impl OutboxEvent for OrderPaid { type Output = (); const NAME: &'static str = "order.paid"; }
+    /// struct BookRevenue;
+    ///
+    /// impl<C: Send> TransactionalHandler<C, OrderPaid> for BookRevenue {
+    ///     async fn handle(&self, event: OrderPaid, connection: &mut C, _: &Delivery) -> Result<(), HandlerError> {
+    ///         // A write through `connection` goes here.
+    ///         # let _ = (event, connection);
+    ///         Ok(())
+    ///     }
+    /// }
+    ///
+    /// # async fn f<S: Store>(mut tx: OutboxTx<S>, event: OrderPaid) -> Result<(), Box<dyn std::error::Error>> {
+    /// let booked = tx.dispatch_uncommitted_with(&event, &BookRevenue).await?;
+    /// # let _ = booked;
+    /// tx.commit().await?;
+    /// # Ok(()) }
+    /// ```
+    ///
+    /// # A statement that is under way is waited for
+    ///
+    /// A handler that overran its timeout is dropped at once, but the database finishes the
+    /// statement it was in before it undoes it. Set a `statement_timeout` for what must be shorter.
+    ///
+    /// # Errors
+    ///
+    /// As [`dispatch_uncommitted`](Self::dispatch_uncommitted).
+    ///
+    /// # Cancel safety
+    ///
+    /// As [`dispatch_uncommitted`](Self::dispatch_uncommitted).
+    pub async fn dispatch_uncommitted_with<E, H>(
+        &mut self,
+        event: &E,
+        handler: &H,
+    ) -> Result<Uncommitted<E>, PublishError>
+    where
+        E: OutboxEvent,
+        H: TransactionalHandler<S::Connection, E>,
+    {
+        let timeout = E::TIMEOUT.unwrap_or(self.outbox().settings().timeout);
+        let handler = Given {
+            handler,
+            event: PhantomData::<fn(E)>,
+        };
+        self.run_uncommitted(event, timeout, &handler).await
+    }
+
+    async fn run_uncommitted<E: OutboxEvent>(
+        &mut self,
+        event: &E,
+        timeout: Duration,
+        handler: &impl Run<S::Connection>,
+    ) -> Result<Uncommitted<E>, PublishError> {
+        let mut rows = self
+            .outbox()
+            .prepare_all([event], &PublishOptions::default())?;
+        let row = rows.first_mut().ok_or_else(nothing)?;
+        let token = LeaseToken::random();
+        // The lease matters only if this is dropped and the transaction committed behind our back.
+        let settings = self.outbox().settings();
+        row.lease = Some(BornLease {
+            token,
+            duration: settings.inline.lease,
+            instance: Arc::clone(&settings.instance),
+        });
+        let id = match self.insert_held(&rows).await? {
+            Published::Inserted(id) => id,
+            Published::Duplicate(duplicate) => return Ok(Uncommitted::Duplicate(duplicate)),
+        };
+        let row = rows.first().ok_or_else(nothing)?;
+        let lease = HeldLease {
+            row: id.row(),
+            token,
+        };
+        let finding = self.run_in_part(id, lease, row, timeout, handler).await?;
+        self.record_uncommitted(id, lease, row, finding).await
+    }
+
+    /// Runs the handler in a savepoint, and keeps or undoes what it wrote.
+    async fn run_in_part(
+        &mut self,
+        id: EventId,
+        lease: HeldLease,
+        row: &NewEvent,
+        timeout: Duration,
+        handler: &impl Run<S::Connection>,
+    ) -> Result<Finding, StoreError> {
+        let store = self.outbox().store().clone();
+        let (tx, abandoned) = self.parts()?;
+        let unless_dropped = Abandoned { lease, abandoned };
+        let mut part = store.begin_part(tx).await?;
+        let interrupt = CancellationToken::new();
+        let delivery = Delivery {
+            event_id: id,
+            event_name: row.name,
+            attempt: NonZeroU32::MIN,
+            max_attempts: row.max_attempts,
+            first_published_at: None,
+            headers: std::collections::BTreeMap::new(),
+            cancelled: interrupt.child_token(),
+        };
+        let handling = handler.run(&row.payload, part.connection(), &delivery);
+        let finding = dispatch::run(handling, timeout, &delivery, &interrupt).await;
+        let mut finding = finding.ok_or_else(no_answer)?;
+        match &finding {
+            Finding::Failed { .. } => part.undo().await?,
+            Finding::Done(_) => {
+                // A statement in it had failed, and the handler did not mind: PostgreSQL does.
+                if let Err(error) = part.keep().await {
+                    finding = Finding::Failed {
+                        cause: Cause::Run,
+                        error: ErrorText::of_chain(&error),
+                    };
+                }
+            }
+        }
+        unless_dropped.disarm();
+        Ok(finding)
+    }
+
+    async fn record_uncommitted<E: OutboxEvent>(
+        &mut self,
+        id: EventId,
+        lease: HeldLease,
+        row: &NewEvent,
+        finding: Finding,
+    ) -> Result<Uncommitted<E>, PublishError> {
+        let output = match &finding {
+            Finding::Done(output) => output.clone(),
+            Finding::Failed { .. } => String::new(),
+        };
+        let outcome = outcome(finding, row, self.outbox().settings());
+        self.settle_in_tx(lease, outcome.clone()).await?;
+        match outcome {
+            Outcome::Processed { .. } => {
+                self.count_settled();
+                Ok(Uncommitted::Processed(Handled::new(id, output)))
+            }
+            Outcome::Retry { error, .. } => {
+                tracing::warn!(
+                    event_id = %id,
+                    event_name = row.name,
+                    %error,
+                    "attempt failed before the commit"
+                );
+                Ok(Uncommitted::Failed {
+                    event_id: id,
+                    error: error.to_string(),
+                })
+            }
+            Outcome::Dead { reason, error } => {
+                tracing::error!(
+                    event_id = %id,
+                    event_name = row.name,
+                    %reason,
+                    %error,
+                    "event is a dead letter if its transaction commits"
+                );
+                self.count_settled();
+                Ok(Uncommitted::Dead {
+                    event_id: id,
+                    reason,
+                    error: error.to_string(),
+                })
+            }
+            Outcome::Discarded { .. } => Err(PublishError::Store(no_answer())),
+        }
+    }
+
+    async fn settle_in_tx(&mut self, lease: HeldLease, outcome: Outcome) -> Result<(), StoreError> {
+        let store = self.outbox().store().clone();
+        let (tx, _) = self.parts()?;
+        let settlements = [Settlement { lease, outcome }];
+        let answers = store.settle_through(tx, &settlements).await?;
+        match answers[..] {
+            [Settled::Recorded] => Ok(()),
+            _ => Err(no_answer()),
+        }
+    }
+
+    /// Records, before the commit, that dispatches were dropped half way.
+    pub(crate) async fn settle_abandoned(&mut self) -> Result<(), StoreError> {
+        let store = self.outbox().store().clone();
+        let (tx, abandoned) = self.parts()?;
+        let settlements: Vec<Settlement> = std::mem::take(abandoned)
+            .into_iter()
+            .map(|lease| Settlement {
+                lease,
+                outcome: Outcome::Retry {
+                    after: Duration::ZERO,
+                    error: ErrorText::new(&"its dispatch before the commit was dropped"),
+                },
+            })
+            .collect();
+        if !settlements.is_empty() {
+            // A savepoint of the caller's may have undone their rows: there is nothing to settle
+            // then.
+            store.settle_through(tx, &settlements).await?;
+        }
+        Ok(())
+    }
+}
+
+/// What became of an event that was dispatched before its commit. It is true only once the
+/// transaction has committed.
+#[derive(Debug)]
+#[must_use]
+pub enum Uncommitted<E: OutboxEvent> {
+    /// Its handler succeeded, and it is recorded as processed.
+    Processed(Handled<E>),
+    /// Its handler failed. It waits for a relay.
+    Failed {
+        /// Its id.
+        event_id: EventId,
+        /// The stored error text.
+        error: String,
+    },
+    /// Its handler failed for good. It is a dead letter.
+    Dead {
+        /// Its id.
+        event_id: EventId,
+        /// Why.
+        reason: DeadReason,
+        /// The stored error text.
+        error: String,
+    },
+    /// No handler was started. It waits for a relay, uncharged.
+    Left(EventId),
+    /// An event with the same dedup key is known already. Nothing was inserted, and no handler was
+    /// started.
+    Duplicate(Duplicate<E>),
+}
+
+/// An event that was handled before its commit.
+pub struct Handled<E: OutboxEvent> {
+    event_id: EventId,
+    output: String,
+    event: PhantomData<fn(E)>,
+}
+
+impl<E: OutboxEvent> Handled<E> {
+    fn new(event_id: EventId, output: String) -> Self {
+        Self {
+            event_id,
+            output,
+            event: PhantomData,
+        }
+    }
+
+    /// The event's id.
+    #[must_use]
+    pub fn event_id(&self) -> EventId {
+        self.event_id
+    }
+
+    /// What the handler returned.
+    ///
+    /// # Errors
+    ///
+    /// Returns serde's error if the type does not read what it wrote.
+    pub fn output(&self) -> Result<E::Output, serde_json::Error> {
+        serde_json::from_str(&self.output)
+    }
+}
+
+impl<E: OutboxEvent> fmt::Debug for Handled<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Handled")
+            .field("event_id", &self.event_id)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What a finding means for an event whose transaction has not committed: as after a commit, but a
+/// failure is due at once, unless the handler asked for a delay. The next attempt comes after the
+/// commit, when whatever made this one fail may be over.
+fn outcome(finding: Finding, row: &NewEvent, settings: &crate::settings::Settings) -> Outcome {
+    let asks_for_delay = matches!(
+        finding,
+        Finding::Failed {
+            cause: Cause::Handler(Verdict::RetryAfter(_)),
+            ..
+        }
+    );
+    let attempt = NonZeroU32::MIN;
+    let outcome = dispatch::decide(finding, attempt, row.max_attempts, &settings.backoff, 0.0);
+    match outcome {
+        Outcome::Retry { error, .. } if !asks_for_delay => Outcome::Retry {
+            after: Duration::ZERO,
+            error,
+        },
+        outcome => outcome,
+    }
+}
+
+/// Notes a lease whose dispatch is dropped before its end.
+struct Abandoned<'a> {
+    lease: HeldLease,
+    abandoned: &'a mut Vec<HeldLease>,
+}
+
+impl Abandoned<'_> {
+    fn disarm(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for Abandoned<'_> {
+    fn drop(&mut self) {
+        self.abandoned.push(self.lease);
+    }
+}
+
+/// A handler that takes JSON and a connection.
+trait Run<C>: Sync {
+    fn run(
+        &self,
+        payload: &str,
+        connection: &mut C,
+        delivery: &Delivery,
+    ) -> impl Future<Output = Result<String, Failure>> + Send;
+}
+
+/// The handler of the registry. It has no use for the connection.
+struct Registered(Arc<Entry>);
+
+impl<C: Send> Run<C> for Registered {
+    async fn run(&self, payload: &str, _: &mut C, delivery: &Delivery) -> Result<String, Failure> {
+        self.0.handler.run(payload, delivery).await
+    }
+}
+
+struct Given<'a, H, E> {
+    handler: &'a H,
+    event: PhantomData<fn(E)>,
+}
+
+impl<C, E, H> Run<C> for Given<'_, H, E>
+where
+    C: Send,
+    E: OutboxEvent,
+    H: TransactionalHandler<C, E>,
+{
+    async fn run(
+        &self,
+        payload: &str,
+        connection: &mut C,
+        delivery: &Delivery,
+    ) -> Result<String, Failure> {
+        let event: E = serde_json::from_str(payload).map_err(Failure::Undecodable)?;
+        let output = self
+            .handler
+            .handle(event, connection, delivery)
+            .await
+            .map_err(Failure::Handler)?;
+        serde_json::to_string(&output).map_err(Failure::Output)
+    }
+}
+
+fn nothing() -> PublishError {
+    PublishError::Store(no_answer())
+}
