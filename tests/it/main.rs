@@ -13,6 +13,7 @@
 //! connections   which connections are used, and for how long
 //! faults        networks, servers and pools that fail
 //! crash         processes that are killed and frozen
+//! cleanup       a million settled rows, removed under load
 //! invariants    what must not be there
 //! examples      the programs a newcomer runs first
 //! slack_alerts  the example of alerts to a chat webhook, told to its end
@@ -52,6 +53,9 @@ mod faults;
 
 #[cfg(test)]
 mod crash;
+
+#[cfg(test)]
+mod cleanup;
 
 #[cfg(test)]
 mod invariants;
