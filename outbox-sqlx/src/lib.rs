@@ -73,3 +73,8 @@ pub use crate::sqlite::SqliteStore;
 #[cfg(all(doctest, feature = "postgres", feature = "sqlite"))]
 #[doc = include_str!("../../README.md")]
 struct ReadmeDoctests;
+
+/// Compiles what the runbook shows.
+#[cfg(all(doctest, feature = "postgres", feature = "sqlite"))]
+#[doc = include_str!("../../docs/operations.md")]
+struct RunbookDoctests;

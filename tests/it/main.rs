@@ -14,6 +14,7 @@
 //! faults        networks, servers and pools that fail
 //! crash         processes that are killed and frozen
 //! cleanup       a million settled rows, removed under load
+//! operations    the runbook: its statements, and what it quotes
 //! invariants    what must not be there
 //! examples      the programs a newcomer runs first
 //! slack_alerts  the example of alerts to a chat webhook, told to its end
@@ -56,6 +57,9 @@ mod crash;
 
 #[cfg(test)]
 mod cleanup;
+
+#[cfg(test)]
+mod operations;
 
 #[cfg(test)]
 mod invariants;
