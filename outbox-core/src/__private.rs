@@ -6,13 +6,18 @@ use std::time::Duration;
 
 pub use core::num::NonZeroU32;
 pub use std::option::Option;
+pub use std::result::Result;
 pub use std::string::String;
 pub use std::time;
 
 pub use serde;
 
 pub use crate::backoff::Backoff;
+pub use crate::coverage::{Here, Left, NoHandler, Right, SetOf};
 pub use crate::event::{EVENT_NAME_MAX, OutboxEvent, Priority};
+pub use crate::event_set::{
+    DecodeError, EventOf, EventSet, decode_member, is_same_name, unknown_name,
+};
 pub use crate::key::KeyBuilder;
 
 /// What a function named by `dedup_with` or `ordering_with` may return.

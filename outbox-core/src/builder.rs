@@ -1,13 +1,15 @@
 //! Everything an outbox can be told before it runs: its handlers and its settings.
 
 use std::fmt;
+use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backoff::Backoff;
 use crate::counters::Counters;
+use crate::coverage::{HandlersOf, Register, SetOf};
 use crate::engine::Parts;
-use crate::event::OutboxEvent;
+use crate::event_set::{AnyEvent, EventOf};
 use crate::handler::Handler;
 use crate::outbox::Outbox;
 use crate::registry::{BuildError, Registration, Registry};
@@ -16,29 +18,49 @@ use crate::settled::{DeadEvent, Hooks, SettledEvent, UndecodableEvent};
 use crate::store::Store;
 
 /// Collects handlers and settings.
+///
+/// `Set` says which events the outbox accepts, and `Handlers`, which [`on`](Self::on) fills in, which
+/// of them have a handler so far. Without a closed set both are left out: `OutboxBuilder<S>`.
 #[must_use]
-pub struct OutboxBuilder<S: Store> {
+pub struct OutboxBuilder<S: Store, Set = AnyEvent, Handlers = ()> {
     store: S,
     draft: Draft,
     registrations: Vec<Registration>,
     hooks: Hooks,
+    types: PhantomData<fn(Set, Handlers)>,
 }
 
-impl<S: Store> OutboxBuilder<S> {
+impl<S: Store, Set, Handlers> OutboxBuilder<S, Set, Handlers> {
     pub(crate) fn new(store: S) -> Self {
         Self {
             store,
             draft: Draft::default(),
             registrations: Vec::new(),
             hooks: Hooks::default(),
+            types: PhantomData,
         }
     }
 
     /// Registers the handler of one event type: a [`Handler`], or a closure
     /// `|event: E| async move { .. }`.
-    pub fn on<E: OutboxEvent, H: Handler<E>>(mut self, handler: H) -> Self {
+    ///
+    /// If the outbox has a closed set, the event must be a member of it. A member that nobody
+    /// publishes any more stays in the set, with its handler, until its last row is settled.
+    pub fn on<E: EventOf<Set>, H: Handler<E>>(
+        mut self,
+        handler: H,
+    ) -> OutboxBuilder<S, Set, Handlers::Registered>
+    where
+        Handlers: Register<E::Place>,
+    {
         self.registrations.push(Registration::new::<E>(handler));
-        self
+        OutboxBuilder {
+            store: self.store,
+            draft: self.draft,
+            registrations: self.registrations,
+            hooks: self.hooks,
+            types: PhantomData,
+        }
     }
 
     /// Names this process in the rows it holds (`claimed_by`) and in recorded failures.
@@ -207,11 +229,17 @@ impl<S: Store> OutboxBuilder<S> {
 
     /// Checks everything that was collected.
     ///
+    /// If the outbox has a closed set, this compiles only once each member has a handler.
+    ///
     /// # Errors
     ///
     /// Returns [`BuildError`] if two handlers were registered for one event name, if a handler may
     /// run longer than the lease, or if a setting is out of its bounds.
-    pub fn build(self) -> Result<Outbox<S>, BuildError> {
+    pub fn build<Members>(self) -> Result<Outbox<S, Set>, BuildError>
+    where
+        Set: SetOf<Members>,
+        Handlers: HandlersOf<Members>,
+    {
         let settings = self.draft.check()?;
         let registry = Registry::build(self.registrations, &settings)?;
         Ok(Outbox::assemble(Parts {
@@ -224,7 +252,7 @@ impl<S: Store> OutboxBuilder<S> {
     }
 }
 
-impl<S: Store> fmt::Debug for OutboxBuilder<S> {
+impl<S: Store, Set, Handlers> fmt::Debug for OutboxBuilder<S, Set, Handlers> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("OutboxBuilder")
             .field("settings", &self.draft)

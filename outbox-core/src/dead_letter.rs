@@ -24,7 +24,7 @@ pub struct DeadLetters<S: Store> {
     outbox: Outbox<S>,
 }
 
-impl<S: Store> Outbox<S> {
+impl<S: Store, Set> Outbox<S, Set> {
     /// The events that nobody will try again unless a person asks: to be looked at, requeued,
     /// discarded.
     ///
@@ -51,7 +51,7 @@ impl<S: Store> Outbox<S> {
     #[must_use]
     pub fn dead_letters(&self) -> DeadLetters<S> {
         DeadLetters {
-            outbox: self.clone(),
+            outbox: self.untyped(),
         }
     }
 }

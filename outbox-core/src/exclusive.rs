@@ -32,7 +32,7 @@ const TRUSTED_FOR: Duration = Duration::from_secs(20);
 const _: () = assert!(TRUSTED_FOR.as_secs() < EXCLUSIVE_LEASE.as_secs());
 const _: () = assert!(KEEP_EVERY.as_secs() * 3 < TRUSTED_FOR.as_secs());
 
-impl<S: Store> Outbox<S> {
+impl<S: Store, Set> Outbox<S, Set> {
     /// Does `work` if no other instance is doing something under the same name, and stands down at
     /// once if one is.
     ///
@@ -161,7 +161,7 @@ impl<S: Store> Outbox<S> {
     }
 }
 
-impl<S: Store> OutboxTx<S> {
+impl<S: Store, Set> OutboxTx<S, Set> {
     /// Takes a lock that this transaction keeps until it ends. See [`Outbox::lock_entity`].
     ///
     /// # Errors

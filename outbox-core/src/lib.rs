@@ -16,14 +16,16 @@
 //!    [`HandlerError`]: try again, try again after a while, or give up. [`Delivery`] tells it which
 //!    event and which attempt this is.
 //! 3. An [`Outbox`] is built from a [`Store`] and the handlers. It is what the application keeps.
-//! 4. [`Outbox::begin`] begins a transaction in which the application makes its change and
+//! 4. An [`EventSet`] is an enum of the application's events. It is optional. An outbox of a set
+//!    publishes its members alone, and does not compile while one of them has no handler.
+//! 5. [`Outbox::begin`] begins a transaction in which the application makes its change and
 //!    [publishes](OutboxTx::publish). Its [`commit`](OutboxTx::commit) commits and then dispatches.
 //!    [`Outbox::publish`] writes through a transaction that the application began itself.
-//! 5. [`Published`] says whether the event is new or a [`Duplicate`] of one with the same dedup
+//! 6. [`Published`] says whether the event is new or a [`Duplicate`] of one with the same dedup
 //!    key. A duplicate has the earlier event's state and its handler's output.
-//! 6. A [`Relay`] takes what was not handled right after its commit. It claims events under a
+//! 7. A [`Relay`] takes what was not handled right after its commit. It claims events under a
 //!    [lease], so that any number of processes can run one.
-//! 7. A failed event is due again after its [`Backoff`]. After its last attempt, or when its
+//! 8. A failed event is due again after its [`Backoff`]. After its last attempt, or when its
 //!    handler gave up, it is a dead letter and keeps its [`DeadReason`].
 //!
 //! ```
@@ -83,12 +85,13 @@
 //!
 //! # Features
 //!
-//! - `derive`, on by default: `#[derive(OutboxEvent)]`
+//! - `derive`, on by default: `#[derive(OutboxEvent)]` and `#[derive(OutboxEvents)]`
 //! - `testing`: the store in memory, and the contract that every store must keep, as tests
 
 use std::time::Duration;
 
 pub mod event;
+mod event_set;
 pub mod key;
 
 pub mod handler;
@@ -99,6 +102,7 @@ mod transaction;
 mod uncommitted;
 
 mod builder;
+mod coverage;
 mod outbox;
 
 pub mod backoff;
@@ -137,6 +141,7 @@ pub use crate::dead_letter::{
 };
 pub use crate::engine::ShutdownError;
 pub use crate::event::{EventId, OutboxEvent, Priority};
+pub use crate::event_set::{AnyEvent, DecodeError, EventOf, EventSet};
 pub use crate::exclusive::{EXCLUSIVE_NAME_MAX, Exclusive, ExclusiveError, LockError, Tenure};
 pub use crate::handler::{Delivery, Handler, HandlerError, TransactionalHandler};
 pub use crate::lock::LockId;
@@ -151,7 +156,7 @@ pub use crate::store::{EventRecord, EventState, Store, StoreError, StoreErrorKin
 pub use crate::transaction::OutboxTx;
 pub use crate::uncommitted::{Handled, Uncommitted};
 #[cfg(feature = "derive")]
-pub use outbox_derive::OutboxEvent;
+pub use outbox_derive::{OutboxEvent, OutboxEvents};
 
 /// The longest span this crate accepts anywhere: 100 years.
 ///

@@ -1,6 +1,7 @@
 //! The outbox an application holds: what it publishes through, and what its handlers hang on.
 
 use std::fmt;
+use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -13,6 +14,7 @@ use crate::dispatch::{self, Finding};
 use crate::engine::inline::{Asked, Handover};
 use crate::engine::{Engine, Parts, ShutdownError};
 use crate::event::{EventId, OutboxEvent};
+use crate::event_set::{AnyEvent, EventOf, EventSet};
 use crate::handler::Delivery;
 use crate::outcome::ErrorText;
 use crate::publish::{self, PublishError, PublishOptions, Published};
@@ -32,8 +34,12 @@ use crate::transaction::OutboxTx;
 /// When the last clone is dropped, its background loops end after the database call they are in.
 /// What is held then is taken over by another instance once its lease expires; call
 /// [`shutdown`](Self::shutdown) first to leave nothing waiting.
-pub struct Outbox<S: Store> {
+///
+/// `Set` says which events it accepts: any, or those of a [closed set](crate::EventSet). It is left
+/// out where there is none: `Outbox<S>`.
+pub struct Outbox<S: Store, Set = AnyEvent> {
     inner: Arc<Inner<S>>,
+    set: PhantomData<fn(Set)>,
 }
 
 struct Inner<S: Store> {
@@ -49,11 +55,44 @@ struct Inner<S: Store> {
 }
 
 impl<S: Store> Outbox<S> {
-    /// Starts an outbox on `store`.
+    /// Starts an outbox on `store` that accepts every event.
     pub fn builder(store: S) -> OutboxBuilder<S> {
         OutboxBuilder::new(store)
     }
 
+    /// Starts an outbox on `store` that accepts the events of a closed set and no other, and is not
+    /// built while one of them has no handler.
+    ///
+    /// ```
+    /// # use outbox_core::testing::MemoryStore;
+    /// # use outbox_core::{HandlerError, Outbox, OutboxEvent, OutboxEvents};
+    /// # use serde::{Deserialize, Serialize};
+    /// # #[derive(Serialize, Deserialize, OutboxEvent)] struct OrderPaid;
+    /// # #[derive(Serialize, Deserialize, OutboxEvent)] struct AlertRaised;
+    /// #[derive(OutboxEvents)]
+    /// enum ShopEvents {
+    ///     OrderPaid(OrderPaid),
+    ///     AlertRaised(AlertRaised),
+    /// }
+    ///
+    /// struct Shop {
+    ///     outbox: Outbox<MemoryStore, ShopEvents>,
+    /// }
+    ///
+    /// # let store = MemoryStore::new();
+    /// let outbox = Outbox::builder_of::<ShopEvents>(store)
+    ///     .on(|_: OrderPaid| async { Ok::<_, HandlerError>(()) })
+    ///     .on(|_: AlertRaised| async { Ok::<_, HandlerError>(()) })
+    ///     .build()?;
+    /// let shop = Shop { outbox };
+    /// # Ok::<_, outbox_core::BuildError>(())
+    /// ```
+    pub fn builder_of<Set: EventSet>(store: S) -> OutboxBuilder<S, Set, Set::Unhandled> {
+        OutboxBuilder::new(store)
+    }
+}
+
+impl<S: Store, Set> Outbox<S, Set> {
     pub(crate) fn assemble(parts: Parts<S>) -> Self {
         let queue = parts.settings.inline.queue.get();
         let inner = Inner {
@@ -66,6 +105,15 @@ impl<S: Store> Outbox<S> {
         };
         Self {
             inner: Arc::new(inner),
+            set: PhantomData,
+        }
+    }
+
+    /// The same outbox, for what publishes nothing and need not know what would be accepted.
+    pub(crate) fn untyped(&self) -> Outbox<S> {
+        Outbox {
+            inner: Arc::clone(&self.inner),
+            set: PhantomData,
         }
     }
 
@@ -86,10 +134,10 @@ impl<S: Store> Outbox<S> {
     /// # Cancel safety
     ///
     /// Dropping the future begins nothing that is kept.
-    pub async fn begin(&self) -> Result<OutboxTx<S>, StoreError> {
+    pub async fn begin(&self) -> Result<OutboxTx<S, Set>, StoreError> {
         self.engine()?;
         let tx = self.inner.parts.store.begin().await?;
-        Ok(OutboxTx::new(self.clone(), tx))
+        Ok(OutboxTx::new(self.untyped(), tx))
     }
 
     /// Publishes an event through the caller's transaction.
@@ -114,7 +162,7 @@ impl<S: Store> Outbox<S> {
     /// # Cancel safety
     ///
     /// Dropping the future leaves it open whether the row was inserted. Roll back.
-    pub async fn publish<E: OutboxEvent>(
+    pub async fn publish<E: EventOf<Set>>(
         &self,
         tx: &mut S::Tx<'_>,
         event: &E,
@@ -132,7 +180,7 @@ impl<S: Store> Outbox<S> {
     /// # Cancel safety
     ///
     /// As [`publish`](Self::publish).
-    pub async fn publish_with<E: OutboxEvent>(
+    pub async fn publish_with<E: EventOf<Set>>(
         &self,
         tx: &mut S::Tx<'_>,
         event: &E,
@@ -158,7 +206,7 @@ impl<S: Store> Outbox<S> {
     /// # Cancel safety
     ///
     /// As [`publish`](Self::publish).
-    pub async fn publish_all<'e, E: OutboxEvent>(
+    pub async fn publish_all<'e, E: EventOf<Set>>(
         &self,
         tx: &mut S::Tx<'_>,
         events: impl IntoIterator<Item = &'e E>,
@@ -230,7 +278,7 @@ impl<S: Store> Outbox<S> {
     /// # Cancel safety
     ///
     /// Dropping the future drops the handler's.
-    pub async fn dispatch_directly<E: OutboxEvent>(
+    pub async fn dispatch_directly<E: EventOf<Set>>(
         &self,
         event: &E,
     ) -> Result<E::Output, DirectError> {
@@ -269,7 +317,7 @@ impl<S: Store> Outbox<S> {
 
     /// A relay of this outbox, to be configured and started.
     pub fn relay(&self) -> RelayBuilder<S> {
-        RelayBuilder::new(self.clone())
+        RelayBuilder::new(self.untyped())
     }
 
     /// Tells the relays of all processes that something may be due.
@@ -471,15 +519,16 @@ impl<S: Store> Outbox<S> {
     }
 }
 
-impl<S: Store> Clone for Outbox<S> {
+impl<S: Store, Set> Clone for Outbox<S, Set> {
     fn clone(&self) -> Self {
         Self {
             inner: Arc::clone(&self.inner),
+            set: PhantomData,
         }
     }
 }
 
-impl<S: Store> fmt::Debug for Outbox<S> {
+impl<S: Store, Set> fmt::Debug for Outbox<S, Set> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Outbox")
             .field("instance", &self.inner.parts.settings.instance)

@@ -2,6 +2,7 @@
 //! round.
 
 use std::fmt;
+use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::sync::atomic::Ordering;
 
@@ -9,6 +10,7 @@ use tokio::sync::mpsc;
 
 use crate::engine::inline::{BornLeased, Handover};
 use crate::event::OutboxEvent;
+use crate::event_set::{AnyEvent, EventOf};
 use crate::lease::{HeldLease, LeaseToken};
 use crate::outbox::{Dispatching, Outbox, no_answer};
 use crate::publish::{PublishError, PublishOptions, Published};
@@ -21,7 +23,9 @@ use crate::store::{BornLease, Insertion, NewEvent, Store, StoreError};
 /// their rows are *born leased*, so no relay takes them meanwhile.
 ///
 /// Dropping it rolls back, and says so in the log if events were published in it.
-pub struct OutboxTx<S: Store> {
+///
+/// `Set` is the outbox's: which events it accepts.
+pub struct OutboxTx<S: Store, Set = AnyEvent> {
     outbox: Outbox<S>,
     /// Taken by the commit or the rollback.
     tx: Option<S::Tx<'static>>,
@@ -33,9 +37,10 @@ pub struct OutboxTx<S: Store> {
     abandoned: Vec<HeldLease>,
     waiter: mpsc::Sender<()>,
     dispatching: Option<Dispatching>,
+    set: PhantomData<fn(Set)>,
 }
 
-impl<S: Store> OutboxTx<S> {
+impl<S: Store, Set> OutboxTx<S, Set> {
     pub(crate) fn new(outbox: Outbox<S>, tx: S::Tx<'static>) -> Self {
         let (waiter, dispatching) = Dispatching::new();
         Self {
@@ -47,6 +52,7 @@ impl<S: Store> OutboxTx<S> {
             abandoned: Vec::new(),
             waiter,
             dispatching: Some(dispatching),
+            set: PhantomData,
         }
     }
 
@@ -67,7 +73,7 @@ impl<S: Store> OutboxTx<S> {
     /// Dropping the future leaves it open whether the row was inserted. If the transaction is
     /// committed all the same, the event waits for its first lease to expire and is then handled
     /// by a relay.
-    pub async fn publish<E: OutboxEvent>(
+    pub async fn publish<E: EventOf<Set>>(
         &mut self,
         event: &E,
     ) -> Result<Published<E>, PublishError> {
@@ -83,7 +89,7 @@ impl<S: Store> OutboxTx<S> {
     /// # Cancel safety
     ///
     /// As [`publish`](Self::publish).
-    pub async fn publish_with<E: OutboxEvent>(
+    pub async fn publish_with<E: EventOf<Set>>(
         &mut self,
         event: &E,
         options: &PublishOptions,
@@ -107,7 +113,7 @@ impl<S: Store> OutboxTx<S> {
     /// # Cancel safety
     ///
     /// As [`publish`](Self::publish).
-    pub async fn publish_all<'e, E: OutboxEvent>(
+    pub async fn publish_all<'e, E: EventOf<Set>>(
         &mut self,
         events: impl IntoIterator<Item = &'e E>,
     ) -> Result<Vec<Published<E>>, PublishError> {
@@ -300,7 +306,7 @@ impl<S: Store> Drop for Handoff<'_, S> {
     }
 }
 
-impl<S: Store> Deref for OutboxTx<S> {
+impl<S: Store, Set> Deref for OutboxTx<S, Set> {
     type Target = S::Connection;
 
     fn deref(&self) -> &S::Connection {
@@ -310,7 +316,7 @@ impl<S: Store> Deref for OutboxTx<S> {
     }
 }
 
-impl<S: Store> DerefMut for OutboxTx<S> {
+impl<S: Store, Set> DerefMut for OutboxTx<S, Set> {
     fn deref_mut(&mut self) -> &mut S::Connection {
         self.tx
             .as_mut()
@@ -318,7 +324,7 @@ impl<S: Store> DerefMut for OutboxTx<S> {
     }
 }
 
-impl<S: Store> Drop for OutboxTx<S> {
+impl<S: Store, Set> Drop for OutboxTx<S, Set> {
     fn drop(&mut self) {
         if self.tx.is_some() && self.published > 0 {
             tracing::warn!(
@@ -329,7 +335,7 @@ impl<S: Store> Drop for OutboxTx<S> {
     }
 }
 
-impl<S: Store> fmt::Debug for OutboxTx<S> {
+impl<S: Store, Set> fmt::Debug for OutboxTx<S, Set> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("OutboxTx")
             .field("published", &self.published)

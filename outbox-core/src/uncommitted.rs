@@ -11,6 +11,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::dispatch::{self, Cause, Failure, Finding};
 use crate::event::{EventId, OutboxEvent};
+use crate::event_set::EventOf;
 use crate::handler::{Delivery, TransactionalHandler, Verdict};
 use crate::lease::{HeldLease, LeaseToken};
 use crate::outbox::no_answer;
@@ -20,7 +21,7 @@ use crate::registry::Entry;
 use crate::store::{BornLease, NewEvent, Settled, Settlement, Store, StoreError};
 use crate::transaction::OutboxTx;
 
-impl<S: Store> OutboxTx<S> {
+impl<S: Store, Set> OutboxTx<S, Set> {
     /// Publishes an event and runs its handler at once, before the transaction commits.
     ///
     /// If the handler succeeds, the event is recorded as processed in this transaction, so that
@@ -60,7 +61,7 @@ impl<S: Store> OutboxTx<S> {
     /// Dropping the future drops the handler. What it wrote through its connection is undone before
     /// the next statement; the event stays, and [`commit`](Self::commit) records the attempt as
     /// failed, due at once.
-    pub async fn dispatch_uncommitted<E: OutboxEvent>(
+    pub async fn dispatch_uncommitted<E: EventOf<Set>>(
         &mut self,
         event: &E,
     ) -> Result<Uncommitted<E>, PublishError> {
@@ -124,7 +125,7 @@ impl<S: Store> OutboxTx<S> {
         handler: &H,
     ) -> Result<Uncommitted<E>, PublishError>
     where
-        E: OutboxEvent,
+        E: EventOf<Set>,
         H: TransactionalHandler<S::Connection, E>,
     {
         let timeout = E::TIMEOUT.unwrap_or(self.outbox().settings().timeout);

@@ -32,6 +32,9 @@ pub(crate) const TYPE_KEYS: [&str; 13] = [
 /// The keys of a field's attribute.
 pub(crate) const FIELD_KEYS: [&str; 2] = ["dedup", "ordering"];
 
+/// The keys of a set's attribute.
+pub(crate) const SET_KEYS: [&str; 1] = ["crate"];
+
 /// What stands in the attributes of the type. `None` is "not written" or "written wrongly".
 #[derive(Default)]
 pub(crate) struct TypeAttrs {
@@ -73,10 +76,18 @@ pub(crate) struct FieldAttrs {
     pub(crate) ordering: Option<Span>,
 }
 
+/// What stands in the attributes of a set.
+#[derive(Default)]
+pub(crate) struct SetAttrs {
+    pub(crate) krate: Option<Path>,
+}
+
 impl TypeAttrs {
     pub(crate) fn read(cx: &mut Ctxt, attrs: &[Attribute]) -> Self {
         let mut read = Self::default();
-        for_each_key(cx, attrs, |cx, key, input| read.key(cx, key, input));
+        for_each_key(cx, attrs, OF_AN_EVENT, |cx, key, input| {
+            read.key(cx, key, input)
+        });
         read
     }
 
@@ -139,7 +150,7 @@ impl FieldAttrs {
     pub(crate) fn read(cx: &mut Ctxt, attrs: &[Attribute]) -> Self {
         let mut read = Self::default();
         let mut seen = Keys::default();
-        for_each_key(cx, attrs, |_, key, input| {
+        for_each_key(cx, attrs, OF_AN_EVENT, |_, key, input| {
             if TYPE_KEYS.iter().any(|type_key| key == type_key) {
                 let known = FIELD_KEYS.join("`, `");
                 let text = format!("`{key}` belongs on the type; {KEYS_ON_A_FIELD} are `{known}`");
@@ -158,6 +169,22 @@ impl FieldAttrs {
             } else {
                 read.ordering = Some(key.span());
             }
+            Ok(())
+        });
+        read
+    }
+}
+
+impl SetAttrs {
+    pub(crate) fn read(cx: &mut Ctxt, attrs: &[Attribute]) -> Self {
+        let mut read = Self::default();
+        let mut seen = Keys::default();
+        for_each_key(cx, attrs, OF_A_SET, |_, key, input| {
+            if !SET_KEYS.iter().any(|set_key| key == set_key) {
+                return Err(unknown(key, "the keys on a set", &SET_KEYS));
+            }
+            seen.add(key)?;
+            read.krate = Some(value::crate_path(key, input)?);
             Ok(())
         });
         read
@@ -210,10 +237,11 @@ impl BackoffAttr {
     }
 }
 
-/// Calls `read` for every key in every `#[outbox(..)]` of `attrs`.
+/// Calls `read` for every key in every `#[outbox(..)]` of `attrs`. `example` is one for messages.
 fn for_each_key(
     cx: &mut Ctxt,
     attrs: &[Attribute],
+    example: &str,
     mut read: impl FnMut(&mut Ctxt, &Ident, ParseStream<'_>) -> syn::Result<()>,
 ) {
     for attr in attrs.iter().filter(|attr| attr.path().is_ident("outbox")) {
@@ -221,17 +249,18 @@ fn for_each_key(
             Meta::List(list) => match list.tokens.clone().into_iter().next() {
                 Some(TokenTree::Literal(literal)) => Some((
                     literal.span(),
-                    "expected a key before this value, such as `name = \"order.paid\"`",
+                    format!("expected a key before this value, such as `{example}`"),
                 )),
                 Some(_) => None,
                 None => Some((
                     attr.path().span(),
-                    "an empty `#[outbox()]` says nothing; write a key in it, or remove it",
+                    "an empty `#[outbox()]` says nothing; write a key in it, or remove it"
+                        .to_owned(),
                 )),
             },
             _ => Some((
                 attr.path().span(),
-                "`outbox` takes its keys in parentheses: `#[outbox(name = \"order.paid\")]`",
+                format!("`outbox` takes its keys in parentheses: `#[outbox({example})]`"),
             )),
         };
         if let Some((span, text)) = problem {
@@ -290,6 +319,9 @@ fn unknown(key: &Ident, whose: &str, known: &[&str]) -> syn::Error {
     let text = format!("unknown key `{key}`; {whose} are `{known}`");
     syn::Error::new(key.span(), text)
 }
+
+const OF_AN_EVENT: &str = "name = \"order.paid\"";
+const OF_A_SET: &str = "crate = ::outbox_core";
 
 const KEYS_ON_A_FIELD: &str = "the keys on a field";
 const BACKOFF_PARTS: [&str; 3] = ["base", "max", "jitter"];

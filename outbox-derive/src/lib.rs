@@ -1,8 +1,8 @@
-//! `#[derive(OutboxEvent)]`, re-exported by `outbox-core` beside the trait.
+//! `#[derive(OutboxEvent)]` and `#[derive(OutboxEvents)]`, re-exported by `outbox-core`.
 //!
 //! One stage per file: `input` and `attr` read, `check` asks what only the whole can answer,
 //! `expand` writes the impl, and `fallback` what stands beside an error. `ctxt` carries the errors.
-//! `expand::derive` is the whole way in ten lines.
+//! `expand::derive` is the whole way in ten lines. `event_set` is the same for a set of events.
 #![deny(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -26,6 +26,8 @@ mod check;
 mod ctxt;
 mod fallback;
 mod generics;
+
+mod event_set;
 
 /// Makes a type an event that can be published through an outbox.
 ///
@@ -235,6 +237,110 @@ mod generics;
 pub fn derive_outbox_event(input: proc_macro::TokenStream) -> proc_macro::TokenStream {
     let input = syn::parse_macro_input!(input as syn::DeriveInput);
     expand::derive(&input).into()
+}
+
+/// Makes an enum the closed set of the events that an outbox accepts.
+///
+/// ```
+/// use outbox_core::{EventSet, OutboxEvent, OutboxEvents};
+/// use serde::{Deserialize, Serialize};
+///
+/// #[derive(Serialize, Deserialize, OutboxEvent)]
+/// struct OrderPaid {
+///     order_id: u64,
+/// }
+///
+/// #[derive(Serialize, Deserialize, OutboxEvent)]
+/// struct AlertRaised {
+///     text: String,
+/// }
+///
+/// #[derive(OutboxEvents)]
+/// enum ShopEvents {
+///     OrderPaid(OrderPaid),
+///     AlertRaised(AlertRaised),
+/// }
+///
+/// assert_eq!(ShopEvents::NAMES, ["order.paid", "alert.raised"]);
+/// ```
+///
+/// An outbox of the set, from `Outbox::builder_of::<ShopEvents>(store)`, publishes these events and
+/// no other, and is not built while one of them has no handler. Both are compile errors.
+///
+/// Each variant holds one event type, in parentheses. Variants may have any names, and the events
+/// may come from other crates. The enum has no parameters, and at least one variant; a struct or a
+/// union cannot be a set. It needs no other derive, and is never stored itself.
+///
+/// # Attributes
+///
+/// On the enum, in `#[outbox(..)]`:
+///
+/// | key | value | default | refused |
+/// | --- | --- | --- | --- |
+/// | `crate` | the path of `outbox-core`, where it was renamed or re-exported: `::shop_outbox` or `crate::outbox` | `::outbox_core` | a relative path |
+///
+/// On variants and their fields there are none: what an event is called, and how it is retried, is
+/// written on its own type.
+///
+/// # Taking an event out of a set
+///
+/// An event that is no longer published keeps its variant and its handler until the last of its rows
+/// is settled: a row whose name has no handler waits.
+///
+/// # What is generated
+///
+/// ```ignore
+/// const _: () = {
+///     const _: () = assert!(OrderPaid::NAME != AlertRaised::NAME, "..");
+///
+///     impl EventOf<ShopEvents> for OrderPaid { .. }
+///     impl From<OrderPaid> for ShopEvents { .. }
+///     // .. and both for `AlertRaised`
+///
+///     // What a builder has to register a handler for.
+///     impl SetOf<(OrderPaid, AlertRaised)> for ShopEvents {}
+///
+///     impl EventSet for ShopEvents {
+///         const NAMES: &'static [&'static str] = &[OrderPaid::NAME, AlertRaised::NAME];
+///         fn name(&self) -> &'static str { .. }
+///         fn decode(name: &str, payload: &str) -> Result<Self, DecodeError> { .. }
+///     }
+/// };
+/// ```
+///
+/// Every name in it is written as an absolute path, but for the types of the variants, so nothing
+/// else has to be in scope. Nothing in it can panic.
+///
+/// # Compile errors
+///
+/// All mistakes of one enum are reported in one compile, each at the token that is wrong.
+///
+/// - `` `CacheWarm` is not an event of `ShopEvents` ``: it is published, or given a handler, and has
+///   no variant.
+/// - ``event `AlertRaised` has no handler``: `.build()` comes before its `.on(..)`.
+/// - `` `CacheWarm` is not an outbox event ``: a variant holds a type without
+///   `#[derive(OutboxEvent)]`.
+/// - `` `OrderPaid` is a member of `ShopEvents` already ``: two variants hold one type.
+/// - `` `OrderSettled` has the event name of `OrderPaid` ``: rows find their event by its name, so
+///   one of them needs another.
+/// - `` `Paused` holds no event ``, ``holds more than one field``, ``has named fields``: write
+///   `Paused(OrderPaused)`.
+///
+/// ```compile_fail
+/// # use outbox_core::{OutboxEvent, OutboxEvents};
+/// # use serde::{Deserialize, Serialize};
+/// # #[derive(Serialize, Deserialize, OutboxEvent)]
+/// # struct OrderPaid;
+/// #[derive(OutboxEvents)]
+/// enum ShopEvents {
+///     Paid(OrderPaid),
+///     Settled(OrderPaid), // `OrderPaid` is a member of `ShopEvents` already, as `Paid`
+/// }
+/// ```
+#[proc_macro_derive(OutboxEvents, attributes(outbox))]
+pub fn derive_outbox_events(input: proc_macro::TokenStream) -> proc_macro::TokenStream {
+    let input = syn::parse_macro_input!(input as syn::DeriveInput);
+    event_set::derive(&input).into()
 }
 
 #[cfg(test)]

@@ -3,10 +3,12 @@
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use outbox_core::{Backoff, DURATION_MAX, OutboxEvent, Priority};
+use outbox_core::{
+    Backoff, DURATION_MAX, DecodeError, EventSet, OutboxEvent, OutboxEvents, Priority,
+};
 use serde::{Deserialize, Serialize};
 
-#[derive(Deserialize, OutboxEvent, Serialize)]
+#[derive(Debug, Deserialize, OutboxEvent, PartialEq, Serialize)]
 struct OrderPaid {
     order_id: u64,
 }
@@ -169,5 +171,63 @@ mod keys {
         let paid = OrderChanged::Paid { order_id: 7 }.dedup_key();
         let cancelled = OrderChanged::Cancelled { order_id: 7 }.dedup_key();
         assert_eq!(paid, cancelled);
+    }
+}
+
+mod sets {
+    use super::*;
+
+    #[derive(Debug, Deserialize, OutboxEvent, PartialEq, Serialize)]
+    #[outbox(name = "order.changed")]
+    struct Changed<T: std::fmt::Debug>(T);
+
+    #[derive(Debug, OutboxEvents, PartialEq)]
+    enum ShopEvents {
+        Paid(OrderPaid),
+        OrderChanged(Changed<u8>),
+    }
+
+    #[test]
+    fn names_stand_in_the_order_of_the_variants() {
+        assert_eq!(ShopEvents::NAMES, ["order.paid", "order.changed"]);
+    }
+
+    #[test]
+    fn each_member_is_made_a_value_and_found_by_its_name() {
+        let paid = ShopEvents::from(OrderPaid { order_id: 7 });
+        let changed = ShopEvents::from(Changed(1));
+        assert_eq!(paid, ShopEvents::Paid(OrderPaid { order_id: 7 }));
+        assert_eq!(paid.name(), "order.paid");
+        assert_eq!(changed.name(), "order.changed");
+
+        let decoded = ShopEvents::decode("order.paid", r#"{"order_id":7}"#);
+        assert_eq!(decoded.unwrap(), paid);
+        let decoded = ShopEvents::decode("order.changed", "1");
+        assert_eq!(decoded.unwrap(), changed);
+    }
+
+    #[track_caller]
+    fn check_refused(name: &str, payload: &str, expected: &str) -> DecodeError {
+        let error = ShopEvents::decode(name, payload).expect_err(expected);
+        assert_eq!(error.to_string(), expected);
+        error
+    }
+
+    #[test]
+    fn an_unknown_name_and_a_payload_that_does_not_fit_are_told_apart() {
+        let unknown = check_refused("x", "1", r#"no event of the set has the name "x""#);
+        assert!(matches!(unknown, DecodeError::UnknownName { name } if name == "x"));
+
+        let text = "the payload of event `order.changed` cannot be decoded";
+        let undecodable = check_refused("order.changed", "256", text);
+        let source = std::error::Error::source(&undecodable).map(ToString::to_string);
+        assert!(source.is_some_and(|source| source.contains("256")));
+        assert!(matches!(
+            undecodable,
+            DecodeError::Undecodable {
+                event: "order.changed",
+                ..
+            }
+        ));
     }
 }

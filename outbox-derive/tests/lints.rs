@@ -16,7 +16,7 @@
 
 use std::time::Duration;
 
-use outbox_core::{OutboxEvent, Priority};
+use outbox_core::{EventSet, OutboxEvent, OutboxEvents, Priority};
 use serde::{Deserialize, Serialize};
 
 #[derive(Deserialize, OutboxEvent, Serialize)]
@@ -40,11 +40,25 @@ enum Changed {
 }
 
 #[deprecated = "there is a new one"]
-#[expect(dead_code, reason = "a use of it would be deprecated")]
 #[derive(Deserialize, OutboxEvent, Serialize)]
 #[outbox(dedup_key = "{id}")]
 struct OldEvent {
     id: u64,
+}
+
+#[derive(OutboxEvents)]
+enum ShopEvents {
+    OrderPaid(OrderPaid<u8>),
+    Changed(Changed),
+}
+
+#[deprecated = "there is a new one"]
+#[derive(OutboxEvents)]
+enum OldEvents {
+    #[deprecated = "there is a new one"]
+    OrderPaid(OrderPaid<u8>),
+    #[expect(deprecated, reason = "it is handled until its last row is settled")]
+    OldEvent(OldEvent),
 }
 
 #[test]
@@ -59,4 +73,7 @@ fn what_is_linted_here_is_in_use() {
     for changed in [Changed::Added { id: 1 }, Changed::Removed { id: 1 }] {
         assert_eq!(changed.dedup_key().as_deref(), Some("1"));
     }
+    let event = ShopEvents::from(paid);
+    assert_eq!(event.name(), "order.paid");
+    assert!(ShopEvents::decode("changed", "{}").is_err());
 }
