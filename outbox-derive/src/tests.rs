@@ -4,24 +4,31 @@
 use std::fs;
 use std::path::Path;
 
-use crate::attr::{FIELD_KEYS, TYPE_KEYS};
-use crate::expand;
+use proc_macro2::TokenStream;
+use syn::DeriveInput;
+
+use crate::attr::{FIELD_KEYS, SET_KEYS, TYPE_KEYS};
+use crate::{event_set, expand};
 
 #[track_caller]
-fn expanded(source: &str) -> String {
+fn expanded(derive: fn(&DeriveInput) -> TokenStream, source: &str) -> String {
     let ast = syn::parse_str(source).unwrap();
-    let file = syn::parse2(expand::derive(&ast)).unwrap();
+    let file = syn::parse2(derive(&ast)).unwrap();
     prettyplease::unparse(&file)
 }
 
 /// After a change on purpose, `INSTA_UPDATE=always` writes the snapshots anew.
 macro_rules! snapshot {
     ($name:ident, $source:literal) => {
+        snapshot!($name, expand::derive, $source);
+    };
+    ($name:ident, $derive:path, $source:literal) => {
         #[test]
         fn $name() {
             let settings = insta::Settings::clone_current();
             settings.bind(|| {
-                insta::assert_snapshot!(stringify!($name), expanded($source), $source);
+                let expanded = expanded($derive, $source);
+                insta::assert_snapshot!(stringify!($name), expanded, $source);
             });
         }
     };
@@ -111,6 +118,40 @@ snapshot!(
 
 snapshot!(no_stub_beside_a_union, "union OrderPaid { order_id: u64 }");
 
+snapshot!(
+    a_set_of_events,
+    event_set::derive,
+    "
+    enum ShopEvents {
+        Paid(OrderPaid),
+        Changed(shop::Changed<u64>),
+        AlertRaised(AlertRaised),
+    }
+    "
+);
+
+snapshot!(
+    a_set_of_one_event,
+    event_set::derive,
+    "
+    #[deprecated]
+    #[outbox(crate = crate::outbox)]
+    enum ShopEvents { OrderPaid(OrderPaid) }
+    "
+);
+
+snapshot!(
+    a_stub_of_a_set_beside_errors,
+    event_set::derive,
+    "enum ShopEvents { OrderPaid(OrderPaid), Again(OrderPaid), Paused }"
+);
+
+snapshot!(
+    no_stub_beside_a_set_with_parameters,
+    event_set::derive,
+    "enum ShopEvents<'a, T, const N: usize> { OrderPaid(OrderPaid<T>) }"
+);
+
 #[test]
 fn with_a_crate_path_nothing_else_is_named() {
     let source = r#"
@@ -118,7 +159,10 @@ fn with_a_crate_path_nothing_else_is_named() {
         #[outbox(timeout = "1s", retention = "1s", dedup_key = "{id}:x", ordering_with = key)]
         struct Changed<T> { id: T }
     "#;
-    assert!(!expanded(source).contains("outbox_core"));
+    assert!(!expanded(expand::derive, source).contains("outbox_core"));
+
+    let source = "#[outbox(crate = ::shop)] enum ShopEvents { Paid(OrderPaid), Alert(Alert) }";
+    assert!(!expanded(event_set::derive, source).contains("outbox_core"));
 }
 
 /// What is under `ui/` of the workspace's test crate, if its name ends in `suffix`.
@@ -139,9 +183,21 @@ fn ui(folder: &str, suffix: &str) -> Vec<String> {
 #[test]
 fn every_key_is_documented_and_both_its_use_and_its_misuse_are_tested() {
     let docs = include_str!("lib.rs");
-    let passing = ui("pass", ".rs");
-    let failing = ui("attr", ".stderr");
-    for key in TYPE_KEYS.iter().chain(&FIELD_KEYS) {
+    let (event, set) = docs.split_once("/// Makes an enum the closed set").unwrap();
+    let keys = TYPE_KEYS.iter().chain(&FIELD_KEYS);
+    check_keys(keys, event, &ui("pass", ".rs"), &ui("attr", ".stderr"));
+    let misused = ui("attr", "_in_a_set.stderr");
+    check_keys(SET_KEYS.iter(), set, &ui("pass", "event_set.rs"), &misused);
+}
+
+#[track_caller]
+fn check_keys<'k>(
+    keys: impl Iterator<Item = &'k &'k str>,
+    docs: &str,
+    passing: &[String],
+    failing: &[String],
+) {
+    for key in keys {
         assert!(docs.contains(&format!("/// | `{key}` | ")), "docs: {key}");
 
         let used = |line: &str| {

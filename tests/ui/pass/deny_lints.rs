@@ -12,7 +12,7 @@
 
 use std::time::Duration;
 
-use outbox_core::{OutboxEvent, Priority};
+use outbox_core::{DecodeError, EventOf, EventSet, OutboxEvent, OutboxEvents, Priority};
 use serde::{Deserialize, Serialize};
 
 /// The imports make every qualified path in the expansion one that could have been shorter.
@@ -46,6 +46,26 @@ struct OldEvent {
     id: u64,
 }
 
+/// Nothing in it is used but its type.
+#[derive(OutboxEvents)]
+enum ShopEvents {
+    OrderPaid(OrderPaid<u8>),
+    Changed(Changed),
+}
+
+#[deprecated = "there is a new one"]
+#[derive(OutboxEvents)]
+enum OldEvents {
+    #[deprecated = "there is a new one"]
+    Changed(Changed),
+    #[expect(deprecated)]
+    OldEvent(OldEvent),
+}
+
+fn accepted<E: EventOf<ShopEvents>>(event: E) -> E {
+    event
+}
+
 fn main() {
     assert_eq!(OrderPaid::<u8>::PRIORITY, Priority::High);
     assert_eq!(OrderPaid::<u8>::TIMEOUT, Some(Duration::from_secs(1)));
@@ -53,8 +73,11 @@ fn main() {
         order_id: "a".to_owned(),
         part: 1,
     };
+    let paid = accepted(paid);
     assert_eq!(paid.dedup_key().as_deref(), Some("a:1"));
     for changed in [Changed::Added { id: 1 }, Changed::Removed { id: 1 }] {
         assert_eq!(changed.dedup_key().as_deref(), Some("1"));
     }
+    let unknown = ShopEvents::decode("x", "1").err();
+    assert!(matches!(unknown, Some(DecodeError::UnknownName { .. })));
 }

@@ -24,6 +24,27 @@ enum Option {
     Some,
     None,
 }
+enum Result {
+    Ok,
+    Err,
+}
+fn Ok() {}
+fn Err() {}
+trait From {}
+trait EventSet {
+    fn name(&self) -> u8 {
+        1
+    }
+    fn decode(_: u8, _: u8) {}
+}
+impl<T> EventSet for T {}
+trait EventOf {}
+trait SetOf {}
+struct Here;
+struct Left;
+struct Right;
+struct NoHandler;
+struct DecodeError;
 fn Some() {}
 const None: () = ();
 trait OutboxEvent {
@@ -68,6 +89,12 @@ enum Changed {
     },
 }
 
+#[derive(::outbox_core::OutboxEvents)]
+enum Events {
+    Ok(OrderPaid<::std::primitive::u8>),
+    None(Changed),
+}
+
 /// Primitives too. Serde's derives do not stand that, so its impls are outside.
 mod primitives {
     struct str;
@@ -87,6 +114,11 @@ mod primitives {
         timeout = "1s"
     )]
     pub struct Counted(pub ::std::primitive::u8);
+
+    #[derive(::outbox_core::OutboxEvents)]
+    pub enum Events {
+        Counted(Counted),
+    }
 }
 
 impl ::serde::Serialize for primitives::Counted {
@@ -113,6 +145,8 @@ fn main() {
     };
     let key = ::outbox_core::OutboxEvent::dedup_key(&paid);
     ::std::assert_eq!(key.as_deref(), ::std::option::Option::Some("a:1"));
+    let event = <Events as ::std::convert::From<_>>::from(paid);
+    ::std::assert_eq!(::outbox_core::EventSet::name(&event), "order.paid");
     let changed = Changed::None { id: 1, __key_id: 2 };
     let key = ::outbox_core::OutboxEvent::dedup_key(&changed);
     ::std::assert_eq!(key.as_deref(), ::std::option::Option::Some("1"));

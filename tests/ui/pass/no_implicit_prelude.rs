@@ -26,6 +26,12 @@ enum Changed {
     Two(u64),
 }
 
+#[derive(::outbox_core::OutboxEvents)]
+enum Events {
+    OrderPaid(OrderPaid<u8>),
+    Changed(Changed),
+}
+
 fn main() {
     use ::outbox_core::OutboxEvent as _;
 
@@ -37,6 +43,8 @@ fn main() {
         paid.dedup_key().as_deref(),
         ::std::option::Option::Some("7:1")
     );
+    let event = <Events as ::std::convert::From<_>>::from(paid);
+    ::std::assert_eq!(::outbox_core::EventSet::name(&event), "order.paid");
     for changed in [Changed::One(1), Changed::Two(1)] {
         ::std::assert_eq!(
             changed.dedup_key().as_deref(),

@@ -2,7 +2,7 @@
 
 #![allow(non_camel_case_types)]
 
-use outbox_core::OutboxEvent;
+use outbox_core::{EventSet, OutboxEvent, OutboxEvents};
 use serde::{Deserialize, Serialize};
 
 #[derive(Serialize, Deserialize, OutboxEvent)]
@@ -26,6 +26,12 @@ enum r#Changed<r#T> {
     r#Self_ { r#in: r#T },
 }
 
+#[derive(OutboxEvents)]
+enum r#match {
+    r#try(r#try),
+    r#Changed(Changed<u8>),
+}
+
 fn main() {
     let event = r#try {
         r#type: 1,
@@ -38,4 +44,6 @@ fn main() {
     assert_eq!(Changed::<u8>::NAME, "changed");
     let changed = Changed::Self_ { r#in: 4 };
     assert_eq!(changed.dedup_key().as_deref(), Some("4"));
+    assert_eq!(r#match::from(event).name(), "try");
+    assert_eq!(r#match::NAMES, ["try", "changed"]);
 }

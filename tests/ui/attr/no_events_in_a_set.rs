@@ -1,0 +1,6 @@
+use outbox_core::OutboxEvents;
+
+#[derive(OutboxEvents)]
+enum ShopEvents {}
+
+fn main() {}
