@@ -2,6 +2,7 @@
 
 mod cadence;
 mod dead_letter;
+mod event_set;
 mod exclusive;
 mod hostile;
 mod inline;
