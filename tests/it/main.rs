@@ -17,6 +17,7 @@
 //! operations    the runbook: its statements, and what it quotes
 //! invariants    what must not be there
 //! examples      the programs a newcomer runs first
+//! event_set     the example of a closed set of events, told to its end
 //! slack_alerts  the example of alerts to a chat webhook, told to its end
 //! order_paid    the example with a broker that goes away and comes back
 //! ```
@@ -66,6 +67,9 @@ mod invariants;
 
 #[cfg(test)]
 mod examples;
+
+#[cfg(test)]
+mod event_set;
 
 #[cfg(test)]
 mod slack_alerts;
