@@ -60,7 +60,10 @@ impl<S: Store, Set> OutboxTx<S, Set> {
     ///
     /// Dropping the future drops the handler. What it wrote through its connection is undone before
     /// the next statement; the event stays, and [`commit`](Self::commit) records the attempt as
-    /// failed, due at once.
+    /// failed, due at once. Dropped before the handler has begun, it is open whether the event was
+    /// inserted, and its first lease may have to end first. Dropped after it has ended, either
+    /// nothing of it is undone and the event is processed, or the transaction may be of no use any
+    /// more: its next statement and its commit then fail.
     pub async fn dispatch_uncommitted<E: EventOf<Set>>(
         &mut self,
         event: &E,
@@ -163,11 +166,15 @@ impl<S: Store, Set> OutboxTx<S, Set> {
             row: id.row(),
             token,
         };
-        let finding = self.run_in_part(id, lease, row, timeout, handler).await?;
-        self.record_uncommitted(id, lease, row, finding).await
+        let (outcome, output) = self.run_in_part(id, lease, row, timeout, handler).await?;
+        self.answer(id, row.name, outcome, output)
     }
 
-    /// Runs the handler in a savepoint, and keeps or undoes what it wrote.
+    /// Runs the handler in a savepoint, and records what came of it. Answers with the outcome and
+    /// the handler's output, which may be too large to be kept.
+    ///
+    /// A success is recorded in the savepoint too, so that it is kept together with what the handler
+    /// wrote, or not at all, wherever this is dropped. A failure is recorded once that is undone.
     async fn run_in_part(
         &mut self,
         id: EventId,
@@ -175,53 +182,49 @@ impl<S: Store, Set> OutboxTx<S, Set> {
         row: &NewEvent,
         timeout: Duration,
         handler: &impl Run<S::Connection>,
-    ) -> Result<Finding, StoreError> {
-        let store = self.outbox().store().clone();
+    ) -> Result<(Outcome, String), StoreError> {
+        let outbox = self.outbox().clone();
+        let (store, settings) = (outbox.store(), outbox.settings());
         let (tx, abandoned) = self.parts()?;
         let unless_dropped = Abandoned { lease, abandoned };
-        let mut part = store.begin_part(tx).await?;
-        let interrupt = CancellationToken::new();
-        let delivery = Delivery {
-            event_id: id,
-            event_name: row.name,
-            attempt: NonZeroU32::MIN,
-            max_attempts: row.max_attempts,
-            first_published_at: None,
-            headers: std::collections::BTreeMap::new(),
-            cancelled: interrupt.child_token(),
-        };
-        let handling = handler.run(&row.payload, part.connection(), &delivery);
-        let finding = dispatch::run(handling, timeout, &delivery, &interrupt).await;
-        let mut finding = finding.ok_or_else(no_answer)?;
-        match &finding {
-            Finding::Failed { .. } => part.undo().await?,
-            Finding::Done(_) => {
-                // A statement in it had failed, and the handler did not mind: PostgreSQL does.
-                if let Err(error) = part.keep().await {
-                    finding = Finding::Failed {
-                        cause: Cause::Run,
-                        error: ErrorText::of_chain(&error),
-                    };
-                }
-            }
-        }
-        unless_dropped.disarm();
-        Ok(finding)
-    }
-
-    async fn record_uncommitted<E: OutboxEvent>(
-        &mut self,
-        id: EventId,
-        lease: HeldLease,
-        row: &NewEvent,
-        finding: Finding,
-    ) -> Result<Uncommitted<E>, PublishError> {
+        let mut part = store.begin_part(&mut *tx).await?;
+        let finding = run(handler, part.connection(), id, row, timeout).await?;
         let output = match &finding {
             Finding::Done(output) => output.clone(),
             Finding::Failed { .. } => String::new(),
         };
-        let outcome = outcome(finding, row, self.outbox().settings());
-        self.settle_in_tx(lease, outcome.clone()).await?;
+        let mut ended = outcome(finding, row, settings);
+        if let Outcome::Processed { .. } = ended {
+            match record(store, part.connection(), lease, &ended).await {
+                Ok(()) => {
+                    part.keep().await?;
+                    unless_dropped.disarm();
+                    return Ok((ended, output));
+                }
+                Err(error) if error.is_transient() => return Err(error),
+                // A statement of the handler's had failed, and it did not mind: PostgreSQL does.
+                Err(error) => {
+                    let finding = Finding::Failed {
+                        cause: Cause::Run,
+                        error: ErrorText::of_chain(&error),
+                    };
+                    ended = outcome(finding, row, settings);
+                }
+            }
+        }
+        part.undo().await?;
+        record(store, tx, lease, &ended).await?;
+        unless_dropped.disarm();
+        Ok((ended, output))
+    }
+
+    fn answer<E: OutboxEvent>(
+        &mut self,
+        id: EventId,
+        name: &'static str,
+        outcome: Outcome,
+        output: String,
+    ) -> Result<Uncommitted<E>, PublishError> {
         match outcome {
             Outcome::Processed { .. } => {
                 self.count_settled();
@@ -230,7 +233,7 @@ impl<S: Store, Set> OutboxTx<S, Set> {
             Outcome::Retry { error, .. } => {
                 tracing::warn!(
                     event_id = %id,
-                    event_name = row.name,
+                    event_name = name,
                     %error,
                     "attempt failed before the commit"
                 );
@@ -242,7 +245,7 @@ impl<S: Store, Set> OutboxTx<S, Set> {
             Outcome::Dead { reason, error } => {
                 tracing::error!(
                     event_id = %id,
-                    event_name = row.name,
+                    event_name = name,
                     %reason,
                     %error,
                     "event is a dead letter if its transaction commits"
@@ -255,17 +258,6 @@ impl<S: Store, Set> OutboxTx<S, Set> {
                 })
             }
             Outcome::Discarded { .. } => Err(PublishError::Store(no_answer())),
-        }
-    }
-
-    async fn settle_in_tx(&mut self, lease: HeldLease, outcome: Outcome) -> Result<(), StoreError> {
-        let store = self.outbox().store().clone();
-        let (tx, _) = self.parts()?;
-        let settlements = [Settlement { lease, outcome }];
-        let answers = store.settle_through(tx, &settlements).await?;
-        match answers[..] {
-            [Settled::Recorded] => Ok(()),
-            _ => Err(no_answer()),
         }
     }
 
@@ -359,6 +351,46 @@ impl<E: OutboxEvent> fmt::Debug for Handled<E> {
         f.debug_struct("Handled")
             .field("event_id", &self.event_id)
             .finish_non_exhaustive()
+    }
+}
+
+/// Runs the handler, within its time.
+async fn run<C: Send>(
+    handler: &impl Run<C>,
+    connection: &mut C,
+    id: EventId,
+    row: &NewEvent,
+    timeout: Duration,
+) -> Result<Finding, StoreError> {
+    let interrupt = CancellationToken::new();
+    let delivery = Delivery {
+        event_id: id,
+        event_name: row.name,
+        attempt: NonZeroU32::MIN,
+        max_attempts: row.max_attempts,
+        first_published_at: None,
+        headers: std::collections::BTreeMap::new(),
+        cancelled: interrupt.child_token(),
+    };
+    let handling = handler.run(&row.payload, connection, &delivery);
+    let finding = dispatch::run(handling, timeout, &delivery, &interrupt).await;
+    finding.ok_or_else(no_answer)
+}
+
+async fn record<S: Store>(
+    store: &S,
+    connection: &mut S::Connection,
+    lease: HeldLease,
+    outcome: &Outcome,
+) -> Result<(), StoreError> {
+    let settlements = [Settlement {
+        lease,
+        outcome: outcome.clone(),
+    }];
+    let answers = store.settle_through(connection, &settlements).await?;
+    match answers[..] {
+        [Settled::Recorded] => Ok(()),
+        _ => Err(no_answer()),
     }
 }
 

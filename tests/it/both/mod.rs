@@ -48,6 +48,9 @@ pub(crate) trait Database: Send + Sync + Sized {
     /// How often each status occurs in the view for people, by status.
     fn summary(&self) -> impl Future<Output = Vec<(String, i64)>> + Send;
 
+    /// The status of the event with this dedup key.
+    fn status_of(&self, key: &str) -> impl Future<Output = Option<String>> + Send;
+
     fn outbox(&self) -> OutboxBuilder<Self::Store> {
         Outbox::builder(self.store())
     }
@@ -124,6 +127,12 @@ impl Database for Postgres {
             .await
             .unwrap()
     }
+
+    async fn status_of(&self, key: &str) -> Option<String> {
+        let status = "SELECT status FROM outbox.outbox_events_all WHERE dedup_key = $1";
+        let status = sqlx::query_scalar(status).bind(key);
+        status.fetch_optional(&self.0.pool()).await.unwrap()
+    }
 }
 
 pub(crate) struct Sqlite(pub(crate) SqliteDb);
@@ -178,6 +187,12 @@ impl Database for Sqlite {
             .fetch_all(&self.0.pool())
             .await
             .unwrap()
+    }
+
+    async fn status_of(&self, key: &str) -> Option<String> {
+        let status = "SELECT status FROM outbox_events_all WHERE dedup_key = $1";
+        let status = sqlx::query_scalar(status).bind(key);
+        status.fetch_optional(&self.0.pool()).await.unwrap()
     }
 }
 

@@ -17,6 +17,7 @@ on_both_databases! {
     a_handler_that_fails_loses_its_own_writes_and_nothing_else
     a_handler_that_panics_or_overruns_its_timeout_loses_its_own_writes_and_nothing_else
     a_dispatch_that_is_dropped_loses_its_own_writes_and_nothing_else
+    a_dispatch_dropped_anywhere_keeps_its_writes_only_with_its_outcome
     a_handler_whose_statement_fails_can_go_on_without_harm
     what_failed_before_the_commit_is_taken_by_a_relay_at_once
 }
@@ -191,6 +192,58 @@ async fn a_dispatch_that_is_dropped_loses_its_own_writes_and_nothing_else<D: Dat
     tx.commit().await.unwrap();
     assert_eq!(db.orders().await, [1, 2]);
     assert_eq!(db.summary().await, [("failed".to_owned(), 1)]);
+}
+
+/// Wherever the future is dropped, what the handler wrote is there if its event was processed, and
+/// only then: otherwise a relay runs it again.
+async fn a_dispatch_dropped_anywhere_keeps_its_writes_only_with_its_outcome<D: Database>(db: &D) {
+    let written = Notify::new();
+    let mut finished = 0;
+    for polls in 1_i64..=40 {
+        for (then, order) in [(Then::Succeed, polls * 4), (Then::Fail, polls * 4 + 2)] {
+            // Of its own, so that no statement is prepared yet: one more place to be dropped at.
+            let outbox = outbox(db);
+            let handler = book::<D>(then, &written);
+            let mut tx = outbox.begin().await.unwrap();
+            let event = OrderBooked { order };
+            let dispatch = tx.dispatch_uncommitted_with(&event, &handler);
+            finished += u32::from(polled(dispatch, polls).await.is_some());
+            let used = D::insert_order(&mut tx, order + 1).await;
+            let committed = tx.commit().await.is_ok();
+            let orders = db.orders().await;
+            assert_eq!(
+                orders.contains(&(order + 1)),
+                used.is_ok() && committed,
+                "{polls}"
+            );
+            let kept = orders.contains(&order);
+            let status = db.status_of(&order.to_string()).await;
+            assert_eq!(
+                kept,
+                status.as_deref() == Some("processed"),
+                "{polls} {status:?}"
+            );
+        }
+    }
+    assert!((1..80).contains(&finished), "{finished}");
+}
+
+/// What `future` comes to within so many polls. Dropped after them.
+async fn polled<T>(future: impl Future<Output = T>, polls: i64) -> Option<T> {
+    let mut future = std::pin::pin!(future);
+    let mut left = polls;
+    std::future::poll_fn(|context| match future.as_mut().poll(context) {
+        std::task::Poll::Ready(value) => std::task::Poll::Ready(Some(value)),
+        std::task::Poll::Pending => {
+            left -= 1;
+            if left == 0 {
+                std::task::Poll::Ready(None)
+            } else {
+                std::task::Poll::Pending
+            }
+        }
+    })
+    .await
 }
 
 async fn a_handler_whose_statement_fails_can_go_on_without_harm<D: Database>(db: &D) {
