@@ -194,8 +194,13 @@ impl<S: Store> Running<'_, S> {
     /// the longest until the next pass is due, which has more to do than that. So it comes last.
     async fn dispatch_due(&mut self) -> Result<(), Cut> {
         let mut reserve = Reserve::default();
-        while self.begun.elapsed() < self.every {
-            let capacity = claim::gather(self.parts, self.batch).await;
+        let until = self.begun + self.every;
+        while Instant::now() < until {
+            // Handlers can keep all permits for longer than that.
+            let gathering = claim::gather(self.parts, self.batch);
+            let Ok(capacity) = tokio::time::timeout_at(until, gathering).await else {
+                break;
+            };
             let capacity = capacity.ok_or(Cut::Stopped)?;
             let shared = &self.parts.shared;
             let _asking = shared.may_ask().ok_or(Cut::Stopped)?;

@@ -236,6 +236,26 @@ async fn a_pass_runs_no_more_handlers_at_once_than_allowed() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn handlers_that_keep_every_permit_keep_no_later_pass_from_its_work() {
+    let store = MemoryStore::new();
+    let (handler, _runs) = scripted(|_| Step::Hang);
+    let outbox = builder(&store)
+        .on(handler)
+        .lease(20 * HOUR)
+        .handler_timeout(10 * HOUR)
+        .build()
+        .unwrap();
+    let relay = outbox.relay().cadences_only().concurrency(1);
+    for n in 0..2 {
+        publish_for_relays(&outbox, &Ticked { n }).await;
+    }
+    let begun = Instant::now();
+    let _relay = relay.start().await.unwrap();
+    store.wait_for_calls(Operation::Sweep, 3).await;
+    assert!(begun.elapsed() < 11 * MINUTE, "{:?}", begun.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_cadence_of_zero_and_a_batch_of_zero_are_refused_by_name() {
     let store = MemoryStore::new();
     let (handler, _runs) = scripted(|_| Step::Return(Ok(())));
