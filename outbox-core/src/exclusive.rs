@@ -95,6 +95,8 @@ impl<S: Store, Set> Outbox<S, Set> {
         let engine = self.engine()?;
         let instance = Arc::clone(&self.settings().instance);
         let asked = name.to_owned();
+        // Read before each question is sent: a lease counts from when the database had it.
+        let asked_at = Instant::now();
         let lock = engine
             .ask(move |store| async move { store.try_exclusive(&asked, &instance).await })
             .await?;
@@ -106,7 +108,7 @@ impl<S: Store, Set> Outbox<S, Set> {
         let (freed, is_freed) = oneshot::channel();
         engine.spawn(keep(
             Arc::clone(&engine.shared),
-            lock,
+            (lock, asked_at),
             tenure.clone(),
             over.clone(),
             freed,
@@ -206,14 +208,14 @@ fn check_name(name: &str) -> Result<(), ExclusiveError> {
 }
 
 /// Keeps a lock until `over`, and frees it. On the outbox's own thread, which `work` cannot block.
+/// It comes with the time at which it was asked for.
 async fn keep<S: Store>(
     shared: Arc<Shared<S>>,
-    mut lock: S::Exclusive,
+    (mut lock, mut proven_at): (S::Exclusive, Instant),
     tenure: Tenure,
     over: CancellationToken,
     freed: oneshot::Sender<()>,
 ) {
-    let mut proven_at = Instant::now();
     loop {
         let ends = tokio::select! {
             () = over.cancelled() => true,
@@ -221,10 +223,15 @@ async fn keep<S: Store>(
             () = tokio::time::sleep(KEEP_EVERY) => false,
         };
         // Once more at the end, so that a loss which nobody has seen yet is not taken for a tenure.
-        match lock.keep().await {
-            Ok(true) => proven_at = Instant::now(),
-            Ok(false) => tenure.lose(),
-            Err(error) => {
+        let asked_at = Instant::now();
+        match tokio::time::timeout_at(proven_at + TRUSTED_FOR, lock.keep()).await {
+            Ok(Ok(true)) => proven_at = asked_at,
+            Ok(Ok(false)) => tenure.lose(),
+            Err(_) => {
+                tracing::warn!("an exclusive lock could not be proven in time");
+                tenure.lose();
+            }
+            Ok(Err(error)) => {
                 shared.counters.store_errors.one();
                 tracing::warn!(
                     error = %ErrorText::from(&error),

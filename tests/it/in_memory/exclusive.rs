@@ -102,6 +102,26 @@ async fn a_database_that_does_not_answer_is_trusted_for_less_than_a_lease() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_proof_that_does_not_come_back_is_waited_for_no_longer_than_the_lock_is_trusted() {
+    let store = MemoryStore::new();
+    let outbox = instance(&store);
+    let begun = Instant::now();
+    let hold = store.hold(Operation::KeepExclusive);
+    let result = outbox
+        .run_exclusive("report", |tenure| async move {
+            let lost = tokio::time::timeout(Duration::from_secs(3_600), tenure.lost()).await;
+            drop(hold);
+            (lost.is_ok(), begun.elapsed())
+        })
+        .await
+        .unwrap();
+    let Exclusive::LockLost((true, after)) = result else {
+        panic!("{result:?}");
+    };
+    assert!(after <= Duration::from_secs(20), "{after:?}");
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_short_outage_costs_nobody_the_lock() {
     let store = MemoryStore::new();
     let outbox = instance(&store);
