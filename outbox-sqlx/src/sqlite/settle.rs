@@ -10,9 +10,10 @@ use outbox_core::lease::HeldLease;
 use outbox_core::outcome::Outcome;
 use outbox_core::store::{EventState, Settled, Settlement};
 use serde_json::{Value, json};
-use sqlx::{Connection, Row, SqliteConnection};
+use sqlx::{Row, SqliteConnection};
 
 use super::claim::append_failure;
+use super::part::savepoint;
 use super::row::{leases_json, micros, token, token_text};
 use super::sql::{Statements, safe};
 
@@ -207,7 +208,7 @@ pub(super) async fn run_through(
     statements: &Statements,
     settlements: &[Settlement],
 ) -> Result<Vec<Settled>, sqlx::Error> {
-    let mut part = connection.begin().await?;
+    let mut part = savepoint(connection).await?;
     match run(&mut part, statements, settlements).await {
         Ok(answers) => {
             part.commit().await?;
