@@ -1,5 +1,6 @@
 //! Events in savepoints of the application's own transactions.
 
+use std::error::Error;
 use std::time::Duration;
 
 use outbox_core::{EventState, Outbox};
@@ -114,4 +115,40 @@ async fn p1_the_commit_of_an_aborted_transaction_dispatches_nothing() {
     assert!(runs.try_recv().is_err());
     assert_eq!(outbox.counters().vanished, 1);
     assert_eq!(outbox.find(published.event_id()).await.unwrap(), None);
+}
+
+/// Begin; publish; begin a savepoint and drop that half way; commit. sqlx has rolled back by then.
+macro_rules! a_commit_of_what_sqlx_has_rolled_back_is_an_error {
+    ($store:expr) => {{
+        let outbox = Outbox::builder($store).build().unwrap();
+        let mut tx = outbox.begin().await.unwrap();
+        let lost = tx.publish(&Ticked { n: 1 }).await.unwrap().event_id();
+        let mut beginning = (&mut *tx).begin();
+        tokio::select! {
+            biased;
+            _ = &mut beginning => panic!("it takes a round trip"),
+            () = std::future::ready(()) => drop(beginning),
+        }
+        let error = tx.commit().await.unwrap_err();
+        assert!(error.source().unwrap().to_string().contains("savepoint"));
+        assert!(outbox.find(lost).await.unwrap().is_none());
+    }};
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn p1_a_commit_of_what_sqlx_has_rolled_back_is_an_error_on_postgres() {
+    let db = PgDb::new().await;
+    within(LIMIT, async {
+        a_commit_of_what_sqlx_has_rolled_back_is_an_error!(PgStore::new(db.pool()));
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn p1_a_commit_of_what_sqlx_has_rolled_back_is_an_error_on_sqlite() {
+    let db = SqliteDb::new().await;
+    within(LIMIT, async {
+        a_commit_of_what_sqlx_has_rolled_back_is_an_error!(SqliteStore::new(db.pool()));
+    })
+    .await;
 }

@@ -473,8 +473,13 @@ impl Store for PgStore {
     }
 
     async fn commit(&self, tx: Self::Tx<'static>) -> Result<(), StoreError> {
+        const DOING: &str = "commit";
+        if !tx.is_in_transaction() {
+            return Err(StoreError::new(StoreErrorKind::Other, DOING)
+                .with_source(crate::error::TRANSACTION_HAS_ENDED));
+        }
         let committed = tx.commit().await;
-        committed.map_err(|error| failed("commit", error))
+        committed.map_err(|error| failed(DOING, error))
     }
 
     async fn rollback(&self, tx: Self::Tx<'static>) -> Result<(), StoreError> {

@@ -115,7 +115,7 @@ use outbox_core::store::{
 use sqlx::sqlite::{
     SqliteConnectOptions, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteSynchronous,
 };
-use sqlx::{Sqlite, SqliteConnection, Transaction};
+use sqlx::{Connection, Sqlite, SqliteConnection, Transaction};
 use uuid::Uuid;
 
 pub use self::builder::SqliteStoreBuilder;
@@ -313,9 +313,16 @@ impl Store for SqliteStore {
         part::begin(connection).await
     }
 
-    async fn commit(&self, tx: Self::Tx<'static>) -> Result<(), StoreError> {
+    async fn commit(&self, mut tx: Self::Tx<'static>) -> Result<(), StoreError> {
         let doing = "commit a transaction";
         self.within(doing, async {
+            // What its thread was told to undo is undone then.
+            let pinged = tx.ping().await;
+            pinged.map_err(|error| sqlite_error(doing, error))?;
+            if !tx.is_in_transaction() {
+                let ended = StoreError::new(StoreErrorKind::Other, doing);
+                return Err(ended.with_source(crate::error::TRANSACTION_HAS_ENDED));
+            }
             tx.commit()
                 .await
                 .map_err(|error| sqlite_error(doing, error))
