@@ -69,23 +69,49 @@ impl Names {
         format!("{}_schema", self.table.as_str())
     }
 
-    /// Fills the names into `template`.
+    /// Fills the names into `template`. What is in a name is not looked at again.
     pub(super) fn render(&self, template: &str) -> Arc<str> {
-        let mut sql = template.to_owned();
-        for (placeholder, suffix) in LITERALS {
-            sql = sql.replace(placeholder, &literal(&self.qualified(suffix)));
+        let mut sql = String::with_capacity(2 * template.len());
+        let mut rest = template;
+        while let Some(brace) = rest.find('{') {
+            let (before, from) = rest.split_at(brace);
+            sql.push_str(before);
+            let length = from.find('}').map_or(1, |end| end + 1);
+            let (placeholder, after) = from.split_at(length);
+            if let Some(name) = self.name(placeholder) {
+                sql.push_str(&name);
+                rest = after;
+            } else {
+                sql.push('{');
+                rest = &from[1..];
+            }
         }
-        for (placeholder, suffix) in RELATIONS {
-            sql = sql.replace(placeholder, &self.qualified(suffix));
+        sql.push_str(rest);
+        sql.into()
+    }
+
+    /// What stands for `placeholder`.
+    fn name(&self, placeholder: &str) -> Option<String> {
+        let suffix = |of: &[(&str, &'static str)]| {
+            let found = of.iter().find(|(name, _)| *name == placeholder);
+            found.map(|(_, suffix)| *suffix)
+        };
+        if let Some(suffix) = suffix(&LITERALS) {
+            return Some(literal(&self.qualified(suffix)));
         }
-        for (placeholder, suffix) in INDEXES {
-            sql = sql.replace(placeholder, &self.table.quoted_with(suffix));
+        if let Some(suffix) = suffix(&RELATIONS) {
+            return Some(self.qualified(suffix));
         }
-        sql.replace("{schema_literal}", &literal(self.schema.as_str()))
-            .replace("{table_literal}", &literal(self.table.as_str()))
-            .replace("{function_quote}", &self.function_quote())
-            .replace("{schema}", &self.schema.quoted_with(""))
-            .into()
+        if let Some(suffix) = suffix(&INDEXES) {
+            return Some(self.table.quoted_with(suffix));
+        }
+        match placeholder {
+            "{schema_literal}" => Some(literal(self.schema.as_str())),
+            "{table_literal}" => Some(literal(self.table.as_str())),
+            "{function_quote}" => Some(self.function_quote()),
+            "{schema}" => Some(self.schema.quoted_with("")),
+            _ => None,
+        }
     }
 
     /// What begins and ends the text of a function: nothing that a name inside it has.

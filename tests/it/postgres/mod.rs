@@ -464,6 +464,7 @@ async fn odd_names_work_and_several_outboxes_share_a_database() {
         ("outbox", "more_events"),
         ("Mixed Case", "Events"),
         (r#"quo"ted"#, r#"it's "here"\"#),
+        ("{events}", "{schema} {keys"),
         ("größe", longest.as_str()),
     ];
     let mut stores = Vec::new();
