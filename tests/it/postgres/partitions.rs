@@ -254,6 +254,23 @@ async fn days_are_those_of_utc_whatever_the_session_says() {
     assert_eq!(odd, 0);
 }
 
+/// PostgreSQL's own way to read a backslash in a string is a setting.
+#[tokio::test]
+async fn partitions_are_made_whatever_a_backslash_means() {
+    let db = PgDb::empty().await;
+    let setting = "SET standard_conforming_strings = off";
+    let pool = many().after_connect(move |connection, _| {
+        Box::pin(async move { connection.execute(setting).await.map(drop) })
+    });
+    let store = PgStore::new(pool.connect_lazy_with(db.options()));
+    store.migrate().await.unwrap();
+    past_day(store.pool(), 1).await;
+    assert_eq!(partitions(store.pool()).await, 12);
+    let steps = "SELECT count(*) FROM generate_series(1, 3)
+         WHERE outbox.outbox_events_upkeep(interval '10 days')";
+    assert_eq!(number(store.pool(), steps).await, 2);
+}
+
 /// A role needs no right to create or drop anything, but may run the function.
 #[tokio::test]
 async fn upkeep_is_a_right_of_its_own() {

@@ -198,7 +198,7 @@ BEGIN
     JOIN pg_class AS child ON child.oid = inherits.inhrelid
     CROSS JOIN LATERAL (SELECT pg_get_expr(child.relpartbound, child.oid) AS text) AS bounds
     CROSS JOIN LATERAL (
-        SELECT substring(bounds.text FROM '^FOR VALUES FROM \(''([0-9-]{10}) ')::date AS date
+        SELECT substring(bounds.text FROM '^FOR VALUES FROM [(]''([0-9-]{10}) ')::date AS date
     ) AS day
     WHERE inherits.inhparent = {history_literal}::regclass
     AND child.relname = stem || to_char(day.date, 'YYYYMMDD')
