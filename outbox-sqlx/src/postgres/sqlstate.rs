@@ -42,10 +42,24 @@ fn is_aborted_transaction(error: &sqlx::Error) -> bool {
 }
 
 fn classify(error: &dyn DatabaseError) -> StoreErrorKind {
+    if is_misrouted(error) {
+        return StoreErrorKind::Conflict;
+    }
     match error.code() {
         Some(code) => kind_of(&code),
         None => StoreErrorKind::Other,
     }
+}
+
+/// Whether a row was on its way into the default partition when a partition for its day was attached.
+/// The same statement finds that one. A check that a table has beyond its partition's bounds has a
+/// name.
+fn is_misrouted(error: &dyn DatabaseError) -> bool {
+    error.code().as_deref() == Some("23514")
+        && error.constraint().is_none()
+        && error
+            .table()
+            .is_some_and(|table| table.ends_with("_history_default"))
 }
 
 /// By the code and never by the text, which comes in the server's language.

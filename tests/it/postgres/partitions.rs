@@ -254,6 +254,38 @@ async fn days_are_those_of_utc_whatever_the_session_says() {
     assert_eq!(odd, 0);
 }
 
+/// It was on its way into the default partition. That is nothing its content could be blamed for.
+#[tokio::test]
+async fn an_outcome_that_meets_a_new_partition_is_recorded_at_the_next_try() {
+    let (_db, store) = installed().await;
+    let kept = NewEvent {
+        retention: 100 * DAY,
+        ..event()
+    };
+    publish(&store, &[kept]).await;
+    let outcome = [processed(&claim_one(&store).await)];
+    let mut attaching = store.pool().begin().await.unwrap();
+    let lock = "LOCK TABLE ONLY outbox.outbox_events_history_default IN ACCESS EXCLUSIVE MODE";
+    attaching.execute(lock).await.unwrap();
+    let settling = tokio::spawn({
+        let (store, outcome) = (store.clone(), outcome.clone());
+        async move { store.settle(&outcome).await }
+    });
+    until_waiting(store.pool(), 1).await;
+    let attach = "CREATE TABLE outbox.later (LIKE outbox.outbox_events_history INCLUDING ALL);
+         DO $$ BEGIN EXECUTE format(
+             'ALTER TABLE outbox.outbox_events_history ATTACH PARTITION outbox.later
+                  FOR VALUES FROM (%L) TO (%L)',
+             now() + interval '99 days', now() + interval '101 days'); END $$";
+    attaching.execute(sqlx::raw_sql(attach)).await.unwrap();
+    attaching.commit().await.unwrap();
+    let error = settling.await.unwrap().unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::Conflict);
+    let settled = store.settle(&outcome).await.unwrap();
+    assert_eq!(settled, [Settled::Recorded]);
+    assert_eq!(in_default(store.pool()).await, 0);
+}
+
 /// PostgreSQL's own way to read a backslash in a string is a setting.
 #[tokio::test]
 async fn partitions_are_made_whatever_a_backslash_means() {
