@@ -11,10 +11,10 @@ use tokio::sync::mpsc;
 use crate::engine::inline::{BornLeased, Handover};
 use crate::event::OutboxEvent;
 use crate::event_set::{AnyEvent, EventOf};
-use crate::lease::{HeldLease, LeaseToken};
+use crate::lease::LeaseToken;
 use crate::outbox::{Dispatching, Outbox, no_answer};
 use crate::publish::{PublishError, PublishOptions, Published};
-use crate::store::{BornLease, Insertion, NewEvent, Store, StoreError};
+use crate::store::{BornLease, Insertion, NewEvent, Settlement, Store, StoreError};
 
 /// A transaction that [`Outbox::begin`] began.
 ///
@@ -33,8 +33,8 @@ pub struct OutboxTx<S: Store, Set = AnyEvent> {
     published: usize,
     /// How many of them nobody has to dispatch any more.
     settled: usize,
-    /// Rows that this transaction inserted, and whose dispatch before the commit was dropped.
-    abandoned: Vec<HeldLease>,
+    /// What is to be recorded of rows whose dispatch before the commit was dropped.
+    abandoned: Vec<Settlement>,
     waiter: mpsc::Sender<()>,
     dispatching: Option<Dispatching>,
     set: PhantomData<fn(Set)>,
@@ -239,7 +239,7 @@ impl<S: Store, Set> OutboxTx<S, Set> {
     /// The connection, and where to note what is dropped half way.
     pub(crate) fn parts(
         &mut self,
-    ) -> Result<(&mut S::Connection, &mut Vec<HeldLease>), StoreError> {
+    ) -> Result<(&mut S::Connection, &mut Vec<Settlement>), StoreError> {
         let tx = self.tx.as_mut().ok_or_else(no_answer)?;
         Ok((tx, &mut self.abandoned))
     }

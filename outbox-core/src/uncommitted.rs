@@ -60,10 +60,12 @@ impl<S: Store, Set> OutboxTx<S, Set> {
     ///
     /// Dropping the future drops the handler. What it wrote through its connection is undone before
     /// the next statement; the event stays, and [`commit`](Self::commit) records the attempt as
-    /// failed, due at once. Dropped before the handler has begun, it is open whether the event was
-    /// inserted, and its first lease may have to end first. Dropped after it has ended, either
-    /// nothing of it is undone and the event is processed, or the transaction may be of no use any
-    /// more: its next statement and its commit then fail.
+    /// failed, due at once, or the event as a dead letter if it was the only one.
+    ///
+    /// Dropped before the handler has begun, it is open whether the event was inserted, and its first
+    /// lease may have to end first. Dropped after it has ended, either nothing is undone and the
+    /// event is processed, or the transaction may be of no use any more: its next statement and its
+    /// commit then fail.
     pub async fn dispatch_uncommitted<E: EventOf<Set>>(
         &mut self,
         event: &E,
@@ -186,7 +188,17 @@ impl<S: Store, Set> OutboxTx<S, Set> {
         let outbox = self.outbox().clone();
         let (store, settings) = (outbox.store(), outbox.settings());
         let (tx, abandoned) = self.parts()?;
-        let unless_dropped = Abandoned { lease, abandoned };
+        let dropped = Finding::Failed {
+            cause: Cause::Run,
+            error: ErrorText::new(&"its dispatch before the commit was dropped"),
+        };
+        let unless_dropped = Abandoned {
+            settlement: Some(Settlement {
+                lease,
+                outcome: outcome(dropped, row, settings),
+            }),
+            abandoned,
+        };
         let mut part = store.begin_part(&mut *tx).await?;
         let finding = run(handler, part.connection(), id, row, timeout).await?;
         let output = match &finding {
@@ -265,16 +277,7 @@ impl<S: Store, Set> OutboxTx<S, Set> {
     pub(crate) async fn settle_abandoned(&mut self) -> Result<(), StoreError> {
         let store = self.outbox().store().clone();
         let (tx, abandoned) = self.parts()?;
-        let settlements: Vec<Settlement> = std::mem::take(abandoned)
-            .into_iter()
-            .map(|lease| Settlement {
-                lease,
-                outcome: Outcome::Retry {
-                    after: Duration::ZERO,
-                    error: ErrorText::new(&"its dispatch before the commit was dropped"),
-                },
-            })
-            .collect();
+        let settlements = std::mem::take(abandoned);
         if !settlements.is_empty() {
             // A savepoint of the caller's may have undone their rows: there is nothing to settle
             // then.
@@ -416,21 +419,21 @@ fn outcome(finding: Finding, row: &NewEvent, settings: &crate::settings::Setting
     }
 }
 
-/// Notes a lease whose dispatch is dropped before its end.
+/// Notes what is to be recorded of a dispatch that is dropped before its end.
 struct Abandoned<'a> {
-    lease: HeldLease,
-    abandoned: &'a mut Vec<HeldLease>,
+    settlement: Option<Settlement>,
+    abandoned: &'a mut Vec<Settlement>,
 }
 
 impl Abandoned<'_> {
-    fn disarm(self) {
-        std::mem::forget(self);
+    fn disarm(mut self) {
+        self.settlement = None;
     }
 }
 
 impl Drop for Abandoned<'_> {
     fn drop(&mut self) {
-        self.abandoned.push(self.lease);
+        self.abandoned.extend(self.settlement.take());
     }
 }
 

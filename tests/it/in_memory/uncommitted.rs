@@ -244,6 +244,27 @@ async fn a_dispatch_that_is_dropped_half_way_is_a_failed_attempt_of_its_event() 
 }
 
 #[tokio::test(start_paused = true)]
+async fn an_only_attempt_that_is_dropped_half_way_makes_a_dead_letter() {
+    let store = MemoryStore::new();
+    let outbox = builder(&store).max_attempts(1).build().unwrap();
+    let mut tx = outbox.begin().await.unwrap();
+    let dropped = tokio::time::timeout(
+        Duration::from_secs(1),
+        tx.dispatch_uncommitted_with(&Ticked { n: 1 }, &Told(|| Step::Hang)),
+    )
+    .await;
+    assert!(dropped.is_err());
+    tx.commit().await.unwrap();
+    let records = store.records();
+    assert_eq!(records.len(), 1);
+    assert_eq!(records[0].state, EventState::DeadLetter);
+    assert_eq!(
+        records[0].last_error.as_deref(),
+        Some("its dispatch before the commit was dropped")
+    );
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_outbox_that_shuts_down_starts_no_handler_before_a_commit() {
     let store = MemoryStore::new();
     let (outbox, runs) = with(&store, || Step::Return(Ok(())));
