@@ -92,6 +92,13 @@ where
 /// It must not commit or roll back, and has to leave the transaction usable: one that returns `Ok`
 /// although a statement of it failed, in a way that PostgreSQL aborts the transaction for, has
 /// failed.
+///
+/// # Begin nothing on the connection
+///
+/// A `begin()` of the handler's own on `connection` is a savepoint, and one that is dropped while it
+/// is being set, because the handler overran its timeout, makes sqlx roll the *caller's* transaction
+/// back. The commit then is an error, but on PostgreSQL what the caller sends before it is kept, one
+/// statement at a time.
 pub trait TransactionalHandler<C, E: OutboxEvent>: Send + Sync {
     /// Handles one event.
     ///

@@ -191,8 +191,9 @@ impl<S: Store> RelayBuilder<S> {
     }
 
     /// Sets how long a statement of a cadence's pass may take before the database is told to cancel
-    /// it. The pass is cut short then, what its earlier chunks did stays done, and the next pass
-    /// goes on.
+    /// it. Looking at rows and removing them is then tried again with half as many, down to 50. What
+    /// cannot be made smaller cuts the pass short; what its earlier chunks did stays done, and the
+    /// next pass goes on.
     ///
     /// Defaults to 5 seconds. From 10 ms to 1 hour. Beyond the store's own deadline it has no
     /// effect.

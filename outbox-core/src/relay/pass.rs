@@ -27,6 +27,9 @@ const SCAN: NonZeroU32 = NonZeroU32::new(5_000).expect("not zero");
 /// How many settled events and keys one statement removes: some ten milliseconds.
 const PURGE: NonZeroU32 = NonZeroU32::new(1_000).expect("not zero");
 
+/// A chunk of no more than this that is too slow is not made smaller: something else is wrong.
+const CHUNK_MIN: u32 = 50;
+
 /// How many such statements a sweep sends, so that the daily pass does not meet a whole day's. What
 /// is left waits for the next.
 const PURGES_OF_A_SWEEP: u32 = 100;
@@ -124,19 +127,22 @@ impl<S: Store> Running<'_, S> {
     async fn look_at_all(&mut self) -> Result<(), Cut> {
         let shared = &self.parts.shared;
         let mut after = 0;
+        let mut scan = SCAN;
         loop {
             self.parts.go_on()?;
             let _asking = shared.may_ask().ok_or(Cut::Stopped)?;
             let request = SweepRequest {
                 after,
-                scan: SCAN,
+                scan,
                 lease: shared.settings.lease,
                 token: LeaseToken::random(),
                 instance: &shared.settings.instance,
                 names: shared.registry.names(),
             };
-            let chunk = shared.store.sweep(self.pass, &request).await?;
-            let chunk = chunk.ok_or(Cut::StoodDown)?;
+            let chunk = match shared.store.sweep(self.pass, &request).await {
+                Err(error) if is_too_slow(&error, &mut scan) => continue,
+                chunk => chunk?.ok_or(Cut::StoodDown)?,
+            };
             let next = chunk.next;
             self.take_in(chunk).await;
             match next {
@@ -221,12 +227,15 @@ impl<S: Store> Running<'_, S> {
     }
 
     async fn purge(&mut self, statements: u32) -> Result<(), Cut> {
+        let mut limit = PURGE;
         for _ in 0..statements {
             self.parts.go_on()?;
-            let purged = self.parts.shared.store.purge(self.pass, PURGE).await?;
-            let purged = purged.ok_or(Cut::StoodDown)?;
+            let purged = match self.parts.shared.store.purge(self.pass, limit).await {
+                Err(error) if is_too_slow(&error, &mut limit) => continue,
+                purged => purged?.ok_or(Cut::StoodDown)?,
+            };
             self.report.purged += purged;
-            if purged < u64::from(PURGE.get()) {
+            if purged < u64::from(limit.get()) {
                 break;
             }
         }
@@ -302,6 +311,24 @@ impl<S: Store> RelayParts<S> {
             || self.shared.stopping.is_cancelled()
             || self.shared.closing.is_cancelled();
         if stopped { Err(Cut::Stopped) } else { Ok(()) }
+    }
+}
+
+/// Whether a chunk took longer than its statements may, and is to be tried again with half of it:
+/// the database may be busy, or its rows large.
+fn is_too_slow(error: &StoreError, size: &mut NonZeroU32) -> bool {
+    let half = NonZeroU32::new(size.get() / 2).filter(|half| half.get() >= CHUNK_MIN);
+    match half {
+        Some(half) if error.kind() == StoreErrorKind::TimedOut => {
+            tracing::debug!(
+                from = size,
+                to = half,
+                "a chunk of a pass was too slow; halved"
+            );
+            *size = half;
+            true
+        }
+        _ => false,
     }
 }
 

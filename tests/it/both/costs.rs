@@ -54,7 +54,8 @@ async fn the_relay_path_shares_one_claim_and_one_settlement<D: Database>(db: &D)
     }
     drop(relay);
     let counters = outbox.counters();
-    assert!(counters.claims <= 4, "{}", counters.claims);
+    // A first pass of the cadences, whose moment is random, may have claimed as well.
+    assert!(counters.claims <= 7, "{}", counters.claims);
     assert!(counters.settlements <= 8, "{}", counters.settlements);
 }
 

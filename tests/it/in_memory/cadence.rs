@@ -192,6 +192,26 @@ async fn a_pass_that_fails_is_reported_and_the_next_one_goes_on() {
     runs.recv().await.unwrap();
 }
 
+/// P16: a database that is too slow for a chunk is asked for less, and the pass goes on.
+#[tokio::test(start_paused = true)]
+async fn a_chunk_that_is_too_slow_is_halved() {
+    let store = MemoryStore::new();
+    let (handler, _runs) = scripted(|_| Step::Return(Ok(())));
+    let outbox = builder(&store).on(handler).build().unwrap();
+    let relay = quiet_relay(&outbox).await;
+    store.fail_next(Operation::Sweep, StoreErrorKind::TimedOut, 2);
+    store.fail_next(Operation::Purge, StoreErrorKind::TimedOut, 3);
+    relay.pass(Cadence::Sweep).await.unwrap();
+    assert_eq!(store.calls(Operation::Sweep), 3);
+    assert_eq!(store.calls(Operation::Purge), 4);
+
+    // Down to fifty rows; then something else is wrong.
+    store.fail_next(Operation::Purge, StoreErrorKind::TimedOut, 100);
+    let error = relay.pass(Cadence::Maintenance).await.unwrap_err();
+    assert_eq!(error.kind(), StoreErrorKind::TimedOut);
+    assert_eq!(store.calls(Operation::Purge), 4 + 5);
+}
+
 #[tokio::test(start_paused = true)]
 async fn partitions_that_cannot_be_made_now_are_left_to_the_sweeps_and_stop_nothing() {
     let store = MemoryStore::new();
