@@ -486,11 +486,11 @@ impl DeadLetter {
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 #[must_use]
 pub struct DeadLetterFilter {
-    pub(crate) event: Option<String>,
-    pub(crate) reason: Option<DeadReason>,
-    pub(crate) older_than: Option<Duration>,
-    pub(crate) newer_than: Option<Duration>,
-    pub(crate) error_contains: Option<String>,
+    event: Option<String>,
+    reason: Option<DeadReason>,
+    older_than: Option<Duration>,
+    newer_than: Option<Duration>,
+    error_contains: Option<String>,
 }
 
 impl DeadLetterFilter {

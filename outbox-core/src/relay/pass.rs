@@ -27,12 +27,12 @@ const SCAN: NonZeroU32 = NonZeroU32::new(5_000).expect("not zero");
 /// How many settled events and keys one statement removes: some ten milliseconds.
 const PURGE: NonZeroU32 = NonZeroU32::new(1_000).expect("not zero");
 
-/// A chunk of no more than this that is too slow is not made smaller: something else is wrong.
-const CHUNK_MIN: u32 = 50;
-
 /// How many such statements a sweep sends, so that the daily pass does not meet a whole day's. What
 /// is left waits for the next.
 const PURGES_OF_A_SWEEP: u32 = 100;
+
+/// A chunk that is too slow is not made smaller than this: something else is wrong then.
+const CHUNK_MIN: u32 = 50;
 
 /// How far ahead partitions are made at most: a table with more of them is slow to plan for. What
 /// is kept for longer is in the default partition, and removed in chunks.
