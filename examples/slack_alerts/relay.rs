@@ -84,7 +84,7 @@ impl Report {
                 reason: reason.to_string(),
                 error,
             },
-            // There are no others.
+            // Nothing is discarded here: nobody has asked for that.
             _ => Outcome::Processed,
         };
         Self::Settled {

@@ -19,8 +19,8 @@ use crate::store::Store;
 
 /// Collects handlers and settings.
 ///
-/// `Set` says which events the outbox accepts, and `Handlers`, which [`on`](Self::on) fills in, which
-/// of them have a handler so far. Without a closed set both are left out: `OutboxBuilder<S>`.
+/// `Set` says which events the outbox accepts, and `Handlers`, which [`on`](Self::on) fills in,
+/// which of them have a handler so far. Without a closed set both are left out: `OutboxBuilder<S>`.
 #[must_use]
 pub struct OutboxBuilder<S: Store, Set = AnyEvent, Handlers = ()> {
     store: S,
@@ -217,8 +217,10 @@ impl<S: Store, Set, Handlers> OutboxBuilder<S, Set, Handlers> {
     /// Defaults to dead letters of the reason `undecodable`. The hook is given each event first,
     /// and is where to put it if anybody may still want it. It runs on the handlers' runtime, must
     /// not block, and can be given an event more than once: when the removal could not be stored,
-    /// the event is claimed again. If it panics, the event becomes a dead letter after all. A second
-    /// call replaces the first hook.
+    /// the event is claimed again. If it panics, the event becomes a dead letter after all. What
+    /// cannot be decoded before its commit
+    /// ([`dispatch_uncommitted`](crate::OutboxTx::dispatch_uncommitted)) is not given to it, and is a
+    /// dead letter. A second call replaces the first hook.
     pub fn discard_undecodable(
         mut self,
         hook: impl Fn(&UndecodableEvent) + Send + Sync + 'static,

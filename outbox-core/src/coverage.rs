@@ -1,9 +1,9 @@
 //! Which members of a closed set have a handler already: known to the compiler alone.
 //!
 //! A builder carries a type that says it: for each member [`NoHandler`] or [`HasHandler`], the
-//! leaves of a tree of pairs. A tree, because the compiler gives up at a nesting of 128, which a list
-//! reaches with as many members. `EventOf::Place` is a member's way from the root. The derive knows
-//! it, so that nothing is searched for, and a second handler of an event changes nothing.
+//! leaves of a tree of pairs. A tree, because the compiler gives up at a nesting of 128, which a
+//! list reaches with as many members. `EventOf::Place` is a member's way from the root. The derive
+//! knows it, so that nothing is searched for, and a second handler of an event changes nothing.
 //! [`AnyEvent`] keeps no book: its type is `()`, before and after.
 //!
 //! The types of the members stand in no associated type but in a parameter of [`SetOf`], because a

@@ -16,9 +16,8 @@ pub struct AnyEvent;
 
 /// An event that an outbox of `Set` accepts.
 ///
-/// Every event is one of [`AnyEvent`]. Those of a closed set are named by
-/// `#[derive(OutboxEvents)]`, which writes the impls; they are not
-/// written by hand.
+/// Every event is one of [`AnyEvent`]. Those of a closed set are named by `#[derive(OutboxEvents)]`,
+/// which writes the impls; they are not written by hand.
 ///
 /// It is also how a library asks for an outbox, whatever else that accepts:
 ///
@@ -57,9 +56,8 @@ impl<E: OutboxEvent> EventOf<AnyEvent> for E {
 
 /// A closed set of events: all that an outbox accepts, and each with a handler.
 ///
-/// Derive it on an enum with a variant for each event:
-/// `#[derive(OutboxEvents)]`. The page of the derive says what it
-/// makes.
+/// Derive it on an enum with a variant for each event: `#[derive(OutboxEvents)]`. The page of the
+/// derive says what it makes.
 ///
 /// A set is for [`Outbox::builder_of`](crate::Outbox::builder_of). Its values are for tools and
 /// tests, which meet events by name: rows are decoded to them.

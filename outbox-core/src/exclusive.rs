@@ -33,8 +33,8 @@ const _: () = assert!(TRUSTED_FOR.as_secs() < EXCLUSIVE_LEASE.as_secs());
 const _: () = assert!(KEEP_EVERY.as_secs() * 3 < TRUSTED_FOR.as_secs());
 
 impl<S: Store, Set> Outbox<S, Set> {
-    /// Does `work` if no other instance is doing something under the same name, and stands down at
-    /// once if one is.
+    /// Does `work` if nobody else, in this process or in another, is doing something under the same
+    /// name, and stands down at once if somebody is.
     ///
     /// The lock is proven every 5 seconds. It is freed when `work` returns, panics, or is dropped
     /// with this future; when this process dies; and, at the latest half a minute later, when its
@@ -71,10 +71,12 @@ impl<S: Store, Set> Outbox<S, Set> {
     /// once: let what must not overlap also take a lock in its own transaction
     /// ([`lock_entity`](Self::lock_entity)).
     ///
+    /// A [`shutdown`](Self::shutdown) neither ends `work` nor waits for it.
+    ///
     /// # Errors
     ///
-    /// Returns [`ExclusiveError`] if the name is empty or longer than [`EXCLUSIVE_NAME_MAX`], if the
-    /// database could not be asked, or if `work` panicked.
+    /// Returns [`ExclusiveError`] if the name is empty, longer than [`EXCLUSIVE_NAME_MAX`] or contains
+    /// U+0000, if the database could not be asked, or if `work` panicked.
     ///
     /// # Panics
     ///
@@ -82,7 +84,8 @@ impl<S: Store, Set> Outbox<S, Set> {
     ///
     /// # Cancel safety
     ///
-    /// Dropping the future drops `work` and frees the lock.
+    /// Dropping the future drops `work` and frees the lock. Dropped while the lock is being taken, it
+    /// may leave one behind on SQLite, until its lease of 30 seconds ends.
     pub async fn run_exclusive<T, F>(
         &self,
         name: &str,

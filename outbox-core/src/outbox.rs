@@ -356,9 +356,8 @@ impl<S: Store, Set> Outbox<S, Set> {
 
     /// Counts what waits, and for how long.
     ///
-    /// One statement, whose cost does not grow with the tables: where they are too large to be
-    /// counted, [`Stats::exact`] is `false`. Fit for a metrics endpoint that is asked every few
-    /// seconds.
+    /// At a cost that does not grow with the tables: where they are too large to be counted,
+    /// [`Stats::exact`] is `false`. Fit for a metrics endpoint that is asked every few seconds.
     ///
     /// # Errors
     ///

@@ -39,7 +39,7 @@ impl Stats {
 pub struct EventCounts {
     /// A claim may take it now. The backlog.
     pub due: u64,
-    /// It was published with a delay that is not over.
+    /// It was published with a delay, or requeued at a rate, and is not due yet.
     pub waiting: u64,
     /// It failed, and its retry is not due yet.
     pub retrying: u64,

@@ -61,8 +61,8 @@ use crate::stats::StoreStats;
 /// Every method but those of a publisher's transaction ([`begin`](Self::begin),
 /// [`commit`](Self::commit), [`rollback`](Self::rollback), [`insert`](Self::insert),
 /// [`begin_part`](Self::begin_part), [`settle_through`](Self::settle_through),
-/// [`lock_entity`](Self::lock_entity)) comes back within the store's own statement deadline, with a transient error if the database does not
-/// answer, and is never dropped half way by the framework.
+/// [`lock_entity`](Self::lock_entity)) comes back within the store's own statement deadline, with a
+/// transient error if the database does not answer, and is never dropped half way by the framework.
 pub trait Store: Clone + Send + Sync + 'static {
     /// The connection a publish writes through.
     type Connection: Send;
@@ -93,6 +93,8 @@ pub trait Store: Clone + Send + Sync + 'static {
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// Begins a part of the caller's transaction that can be undone by itself: a savepoint.
+    ///
+    /// Dropped half way, it leaves the transaction as it was, and never without one.
     fn begin_part<'c>(
         &self,
         connection: &'c mut Self::Connection,
@@ -113,7 +115,8 @@ pub trait Store: Clone + Send + Sync + 'static {
     ) -> impl Future<Output = Result<Vec<Insertion>, StoreError>> + Send;
 
     /// Records outcomes as [`settle`](Self::settle) does, through the caller's connection: they
-    /// live and die with the caller's transaction.
+    /// live and die with the caller's transaction. With an error it is open which of them were
+    /// recorded, and the caller undoes the part or the transaction that they are in.
     fn settle_through(
         &self,
         connection: &mut Self::Connection,
@@ -250,7 +253,7 @@ pub trait Store: Clone + Send + Sync + 'static {
         change: DeadLetterChange,
     ) -> impl Future<Output = Result<DeadLettersChanged, StoreError>> + Send;
 
-    /// Counts what there is, with a statement whose cost does not grow with the tables.
+    /// Counts what there is, at a cost that does not grow with the tables.
     fn stats(&self) -> impl Future<Output = Result<StoreStats, StoreError>> + Send;
 
     /// Takes the lock `name` for this instance. `None` if another one has it.
@@ -300,7 +303,8 @@ pub trait Part<C: Send>: Send {
 pub trait ExclusiveLock: Send + 'static {
     /// Proves that the lock is still had, and keeps it. `false` if it is lost. With an error it is
     /// unknown, and the framework asks again until
-    /// [`EXCLUSIVE_LEASE`](crate::lock::EXCLUSIVE_LEASE) is nearly over.
+    /// [`EXCLUSIVE_LEASE`](crate::lock::EXCLUSIVE_LEASE) is nearly over. A call that takes too
+    /// long is dropped half way; the lock then counts as lost, and is released.
     fn keep(&mut self) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
     /// Frees it.

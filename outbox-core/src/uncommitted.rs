@@ -27,7 +27,7 @@ impl<S: Store, Set> OutboxTx<S, Set> {
     /// If the handler succeeds, the event is recorded as processed in this transaction, so that
     /// after the commit nothing is left to do. If it fails, panics or overruns its timeout, the
     /// transaction goes on: the event is in it, its attempt 1 has failed, and once committed it is
-    /// due at once (or when the handler asked for). A permanent failure, or that of an only
+    /// due at once, or when the handler has asked for. A permanent failure, or that of an only
     /// attempt, makes it a dead letter.
     ///
     /// For handing over to a broker where a message about something that never happened does no
@@ -47,14 +47,17 @@ impl<S: Store, Set> OutboxTx<S, Set> {
     ///
     /// An event without a handler here, or in an outbox that is shutting down, is published as
     /// [`publish`](Self::publish) does, and left to the relays: nothing has started, nothing is
-    /// charged. Besides the INSERT it sends a savepoint, its end, and the settlement. The hooks do
-    /// not hear of it, since nothing is stored before the commit.
+    /// charged.
+    ///
+    /// Besides the INSERT it sends a savepoint (on PostgreSQL with an empty statement before it), its
+    /// end, and the settlement. Neither hooks nor counters hear of it, since nothing is stored before
+    /// the commit.
     ///
     /// # Errors
     ///
     /// Returns [`PublishError`]; that the handler failed is not an error but
-    /// [`Uncommitted::Failed`]. After the `Store` variant, roll back: it is open what of the event is
-    /// in the transaction.
+    /// [`Uncommitted::Failed`] or [`Uncommitted::Dead`]. After the `Store` variant, roll back: it is
+    /// open what of the event is in the transaction.
     ///
     /// # Cancel safety
     ///
@@ -62,10 +65,10 @@ impl<S: Store, Set> OutboxTx<S, Set> {
     /// the next statement; the event stays, and [`commit`](Self::commit) records the attempt as
     /// failed, due at once, or the event as a dead letter if it was the only one.
     ///
-    /// Dropped before the handler has begun, it is open whether the event was inserted, and its first
-    /// lease may have to end first. Dropped after it has ended, either nothing is undone and the
-    /// event is processed, or the transaction may be of no use any more: its next statement and its
-    /// commit then fail.
+    /// Dropped before the handler has begun, it is open whether the event was inserted, and its
+    /// first lease may have to end first. Dropped after it has ended, either nothing is undone and
+    /// the event is processed, or the transaction may be of no use any more: its next statement and
+    /// its commit then fail.
     pub async fn dispatch_uncommitted<E: EventOf<Set>>(
         &mut self,
         event: &E,

@@ -14,7 +14,7 @@
 //! | relay | the above, and `UPDATE`, `DELETE` on the table and on `_keys`; `SELECT`, `INSERT`, `UPDATE`, `DELETE` on `_history`; `SELECT`, `INSERT` on `_dead`; `SELECT` on `_all` and `_schema` |
 //! | maintenance | the relay's, and `EXECUTE` on the function `_upkeep(interval)` |
 //! | operator, who requeues, discards and purges dead letters | `SELECT`, `UPDATE`, `DELETE` on `_dead`; `INSERT` on the table and on `_history`; `SELECT`, `INSERT`, `UPDATE` on `_keys`; `SELECT` on `_all` and `_installation` |
-//! | reader | `SELECT` on `_all` |
+//! | reader | `SELECT` on `_all`; for `stats()`, on the table and on `_dead` |
 //!
 //! `_upkeep` makes and drops the partitions of `_history` with the rights of the role that migrated,
 //! which is why nobody else may run it until it is granted. A relay whose role may not goes on

@@ -51,9 +51,9 @@ fn classify(error: &dyn DatabaseError) -> StoreErrorKind {
     }
 }
 
-/// Whether a row was on its way into the default partition when a partition for its day was attached.
-/// The same statement finds that one. A check that a table has beyond its partition's bounds has a
-/// name.
+/// Whether a row was on its way into the default partition when a partition for its day was
+/// attached. The same statement, sent again, finds that one. A check that a table has beyond its
+/// partition's bounds has a name.
 fn is_misrouted(error: &dyn DatabaseError) -> bool {
     error.code().as_deref() == Some("23514")
         && error.constraint().is_none()

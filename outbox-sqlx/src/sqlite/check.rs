@@ -23,8 +23,8 @@ const FULL: i64 = 2;
 
 const NAME: &str = "outbox.check";
 
-/// Takes a real row through everything a relay and an operator do, and takes a lock. The caller rolls
-/// back.
+/// Takes a real row through everything a relay does and through a requeue, and takes a lock. The
+/// caller rolls back.
 ///
 /// Rights cannot be asked for in SQLite: a file, a directory or the whole mount may be read-only,
 /// and only a write finds out.

@@ -72,9 +72,9 @@
 //! The table's name is the beginning of all names: `outbox_events` (what is not settled),
 //! `outbox_events_history` (processed or discarded, until its retention has passed),
 //! `outbox_events_dead`, `outbox_events_keys` (dedup keys), `outbox_events_locks` (exclusive locks),
-//! `outbox_events_installation` and `outbox_events_schema`. The view `outbox_events_all` shows every event with its status in words. Several outboxes live in one
-//! file under different names. SQLite 3.38 or later is needed to work with it, and the one that
-//! sqlx brings is.
+//! `outbox_events_installation` and `outbox_events_schema`. The view `outbox_events_all` shows every
+//! event with its status in words. Several outboxes live in one file under different names. SQLite
+//! 3.38 or later is needed to work with it, and the one that sqlx brings is.
 
 mod builder;
 mod check;

@@ -6,7 +6,8 @@ use sqlx::SqliteConnection;
 
 use super::sql::{Statements, safe};
 
-/// Removes up to `?1` processed and discarded events past their retention, the longest overdue first.
+/// Removes up to `?1` processed and discarded events past their retention, the longest overdue
+/// first.
 ///
 /// The history holds nothing that waits, is leased, retries or is dead; no condition is needed to
 /// spare those.

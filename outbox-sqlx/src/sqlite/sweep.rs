@@ -22,7 +22,8 @@ pub(super) const NAMES: &str = "
     ORDER BY name
 ";
 
-/// Lets the leases of the chunk from after `?1` to `?2` end `?3` microseconds from now at the latest.
+/// Lets the leases of the chunk from after `?1` to `?2` end `?3` microseconds from now at the
+/// latest.
 ///
 /// The token stays: whoever holds the lease has at least as long as any lease may last, and may
 /// renew and settle as before.
