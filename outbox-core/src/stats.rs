@@ -25,12 +25,16 @@ impl Stats {
     /// The counts of all event names together.
     #[must_use]
     pub fn total(&self) -> EventCounts {
-        let mut total = EventCounts::default();
-        for counts in self.events.values() {
-            total.add(counts);
-        }
-        total
+        total(&self.events)
     }
+}
+
+fn total(events: &BTreeMap<String, EventCounts>) -> EventCounts {
+    let mut total = EventCounts::default();
+    for counts in events.values() {
+        total.add(counts);
+    }
+    total
 }
 
 /// The events of one name, each counted once.
@@ -78,4 +82,12 @@ pub struct StoreStats {
     pub oldest_due: Option<Duration>,
     /// Whether everything was counted.
     pub exact: bool,
+}
+
+impl StoreStats {
+    /// The counts of all event names together.
+    #[must_use]
+    pub fn total(&self) -> EventCounts {
+        total(&self.events)
+    }
 }

@@ -284,13 +284,7 @@ impl<S: Store> Running<'_, S> {
 
     async fn log_statistics(&self) -> Result<(), Cut> {
         let stats = self.parts.shared.store.stats().await?;
-        let total = stats.events.values().fold(
-            crate::stats::EventCounts::default(),
-            |mut total, counts| {
-                total.add(counts);
-                total
-            },
-        );
+        let total = stats.total();
         tracing::info!(
             due = total.due,
             waiting = total.waiting,

@@ -144,7 +144,8 @@ impl ExclusiveLock for PgExclusive {
         let Some(mut connection) = self.connection.take() else {
             return Ok(false);
         };
-        let had = self.fetch(&mut connection, self.is_had()).await;
+        let doing = "keep an exclusive lock";
+        let had = self.fetch(&mut connection, self.is_had(), doing).await;
         if had.is_ok_and(|rows| !rows.is_empty()) {
             self.connection = Some(connection);
         }
@@ -160,7 +161,7 @@ impl ExclusiveLock for PgExclusive {
             let freed = async { connection.execute("ROLLBACK").await.map(drop) };
             within(self.store.deadline(), doing, freed).await?;
         } else {
-            self.fetch(&mut connection, self.free()).await?;
+            self.fetch(&mut connection, self.free(), doing).await?;
         }
         within(self.store.deadline(), doing, connection.close()).await
     }
@@ -184,9 +185,10 @@ impl PgExclusive {
         &self,
         connection: &mut PgConnection,
         query: Query,
+        doing: &'static str,
     ) -> Result<Vec<PgRow>, StoreError> {
         let asked = query.fetch(connection, self.store.keeps_statements());
-        within(self.store.deadline(), "keep an exclusive lock", asked).await
+        within(self.store.deadline(), doing, asked).await
     }
 }
 

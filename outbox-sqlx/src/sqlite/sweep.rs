@@ -39,6 +39,7 @@ pub(super) const CUT: &str = "
 /// - `lease_expires_at IS NULL`: a row that ran out of attempts without a lease is not one the
 ///   framework writes, but somebody may lower `max_attempts` by hand; a claim never takes it, so
 ///   the sweep must.
+/// - Due, as for a claim: until then it waits for its retry, and is counted as one that does.
 /// - Not the payload: nobody reads it, and a chunk of large ones would fill memory.
 /// - No attempt is charged: no handler will run.
 /// - No condition on the name: a dead letter needs no handler.
@@ -51,6 +52,7 @@ pub(super) const CLAIM: &str = "
         claimed_by = coalesce(claimed_by, ?5)
     WHERE id > ?1 AND id <= ?2
         AND attempts >= max_attempts
+        AND (due_at IS NULL OR due_at <= {now})
         AND (lease_expires_at IS NULL OR lease_expires_at <= {now})
     RETURNING id, name, attempts, max_attempts, (SELECT uuid FROM {installation}) AS installation
 ";

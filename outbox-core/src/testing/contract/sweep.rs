@@ -214,6 +214,7 @@ pub async fn an_empty_outbox_is_swept_in_one_chunk<H: Harness>(h: &H) {
 /// out of reach for a claim, so once it is due the sweep finds it.
 pub async fn a_retry_without_an_attempt_left_is_swept<H: Harness>(h: &H) {
     let row = publish_and_settle(h, with_attempts(1), retry("no route")).await;
+    assert_eq!(swept(&sweep(h, 100).await.exhausted), NOTHING, "it waits");
     h.make_due(row).await;
     assert_eq!(claim_up_to(h, 10).await, NOTHING);
     let exhausted = sweep(h, 100).await.exhausted;
