@@ -19,6 +19,7 @@ pub use crate::event_set::{
     DecodeError, EventOf, EventSet, decode_member, is_same_name, unknown_name,
 };
 pub use crate::key::KeyBuilder;
+pub use crate::version::{PayloadError, read, read_own, upcast};
 
 /// What a function named by `dedup_with` or `ordering_with` may return.
 #[diagnostic::on_unimplemented(

@@ -235,8 +235,9 @@ impl<S: Store, Set, Handlers> OutboxBuilder<S, Set, Handlers> {
     ///
     /// # Errors
     ///
-    /// Returns [`BuildError`] if two handlers were registered for one event name, if a handler may
-    /// run longer than the lease, or if a setting is out of its bounds.
+    /// Returns [`BuildError`] if two handlers were registered for one event name, if an alias is a
+    /// name or an alias of another event, if a handler may run longer than the lease, or if a setting
+    /// is out of its bounds.
     pub fn build<Members>(self) -> Result<Outbox<S, Set>, BuildError>
     where
         Set: SetOf<Members>,

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::num::NonZeroU32;
 
 /// One of the three rhythms in which a relay looks for what claims and wake-ups missed.
 ///
@@ -52,8 +53,11 @@ pub struct PassReport {
     pub exhausted: u64,
     /// Leases that ended later than any lease can, and were cut.
     pub cut_leases: u64,
-    /// How many unsettled events of each name this process has no handler for.
+    /// How many unsettled events of each name this process leaves alone: it has no handler for the
+    /// name, or reads no version as late as theirs.
     pub unhandled: BTreeMap<String, u64>,
+    /// Of the names in `unhandled`, those that have a handler here, and the newest version found.
+    pub later_versions: BTreeMap<String, NonZeroU32>,
     /// Settled events and dedup keys removed.
     pub purged: u64,
     /// Partitions of the history made or dropped.

@@ -15,11 +15,12 @@ use crate::backoff::Backoff;
 use crate::handler::{Delivery, HandlerError, Verdict};
 use crate::outcome::{DeadReason, ErrorText, OUTPUT_MAX, Outcome};
 use crate::publish::is_readable;
+use crate::version::PayloadError;
 
 /// Why a run did not succeed.
 pub(crate) enum Failure {
     /// The payload is not what the event type reads.
-    Undecodable(serde_json::Error),
+    Undecodable(PayloadError),
     /// The handler returned an error.
     Handler(HandlerError),
     /// The handler's output cannot be written as JSON.
@@ -34,9 +35,7 @@ impl Failure {
     /// The text that is stored and logged.
     pub(crate) fn text(&self) -> ErrorText {
         match self {
-            Self::Undecodable(error) => {
-                ErrorText::new(&format_args!("the payload cannot be decoded: {error}"))
-            }
+            Self::Undecodable(error) => ErrorText::of_chain(error),
             Self::Handler(error) => ErrorText::of_chain(error.as_error()),
             Self::Output(error) => ErrorText::new(&format_args!(
                 "the handler's output cannot be encoded: {error}"
@@ -312,12 +311,14 @@ mod tests {
 
     #[test]
     fn p12_a_payload_that_cannot_be_decoded_is_dead_at_once() {
-        let error = serde_json::from_str::<u32>("\"x\"").unwrap_err();
-        let text = format!("the payload cannot be decoded: {error}");
+        let version = NonZeroU32::MIN;
+        let error = crate::version::read::<u32>(version, "\"x\"").unwrap_err();
+        let text = "the payload of version 1 cannot be decoded: \
+                    invalid type: string \"x\", expected u32 at line 1 column 3";
         check(
             Err(Failure::Undecodable(error)),
             1,
-            &dead(DeadReason::Undecodable, &text),
+            &dead(DeadReason::Undecodable, text),
         );
     }
 }

@@ -10,6 +10,7 @@ use serde::de::DeserializeOwned;
 use uuid::Uuid;
 
 use crate::backoff::Backoff;
+use crate::version::{self, PayloadError};
 
 /// The longest event name, in bytes.
 pub const EVENT_NAME_MAX: usize = 128;
@@ -19,7 +20,7 @@ pub const EVENT_NAME_MAX: usize = 128;
 /// Derive it: `#[derive(OutboxEvent)]` fills in everything below from the type and its
 /// `#[outbox(..)]` attribute. By hand, `NAME` and `Output` are all that has to be written; a name
 /// that breaks the rules of [`NAME`](Self::NAME) is then refused by the compiler where the type is
-/// published or given a handler.
+/// published or given a handler. So is one in [`ALIASES`](Self::ALIASES).
 ///
 /// ```
 /// use outbox_core::OutboxEvent;
@@ -49,10 +50,22 @@ pub trait OutboxEvent: Serialize + DeserializeOwned + Send + Sync + 'static {
     /// The stable string stored with every row.
     ///
     /// 1 to [`EVENT_NAME_MAX`] bytes of `a-z`, `0-9`, `.`, `_` and `-`. Rows are found by it, so
-    /// changing it leaves the rows of the old name waiting for a handler that knows them.
+    /// changing it leaves the rows of the old name waiting for a handler that knows them, unless it
+    /// is kept in [`ALIASES`](Self::ALIASES).
     const NAME: &'static str;
 
+    /// The former names of the event. Defaults to none.
+    ///
+    /// Rows of these names are handled as rows of [`NAME`](Self::NAME) are, with the same versions.
+    /// None of them may be a name or an alias of another event in the same outbox. Nothing is
+    /// published under them. A dedup key belongs to the name it was published under: an event of
+    /// the new name is no duplicate of one of a former name.
+    const ALIASES: &'static [&'static str] = &[];
+
     /// The version of the payload's shape, from 1. Defaults to 1.
+    ///
+    /// It is stored with every row. A row of a later version than this is left alone, for a process
+    /// that reads it; one of an earlier version is given to [`decode`](Self::decode).
     const VERSION: NonZeroU32 = NonZeroU32::MIN;
 
     /// Which of two due events is claimed first. Defaults to [`Priority::Normal`].
@@ -73,6 +86,20 @@ pub trait OutboxEvent: Serialize + DeserializeOwned + Send + Sync + 'static {
     ///
     /// Defaults to the publishing outbox's setting. Stored in the row; zero keeps nothing.
     const RETENTION: Option<Duration> = None;
+
+    /// Turns a stored payload into the event.
+    ///
+    /// `version` is that of the row, which is at most [`VERSION`](Self::VERSION). By default no
+    /// version but this one is read, with serde. The derive reads earlier ones with what `upcast`
+    /// says.
+    ///
+    /// # Errors
+    ///
+    /// Returns [`PayloadError`] for a version that is not read, and for a payload that is not what
+    /// its version reads. The event is a dead letter then, with the reason `undecodable`.
+    fn decode(version: NonZeroU32, payload: &str) -> Result<Self, PayloadError> {
+        version::read_own(version, payload)
+    }
 
     /// The publisher's key: while an event of this name with the same key is known, publishing
     /// inserts nothing and answers with the existing one.
@@ -108,12 +135,20 @@ pub const fn is_event_name(name: &str) -> bool {
     true
 }
 
-/// Stops the build when `E::NAME` is not a valid event name.
+/// Stops the build when `E::NAME`, or an alias, is not a valid event name.
 pub(crate) const fn assert_event_name<E: OutboxEvent>() {
     assert!(
         is_event_name(E::NAME),
         "`OutboxEvent::NAME` must be 1 to 128 bytes of `a-z`, `0-9`, `.`, `_` and `-`"
     );
+    let mut i = 0;
+    while i < E::ALIASES.len() {
+        assert!(
+            is_event_name(E::ALIASES[i]),
+            "each of `OutboxEvent::ALIASES` must be 1 to 128 bytes of `a-z`, `0-9`, `.`, `_` and `-`"
+        );
+        i += 1;
+    }
 }
 
 /// Which of two due events is claimed first: four stored levels.

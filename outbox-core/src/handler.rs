@@ -201,6 +201,7 @@ impl fmt::Display for HandlerError {
 pub struct Delivery {
     pub(crate) event_id: EventId,
     pub(crate) event_name: &'static str,
+    pub(crate) version: NonZeroU32,
     pub(crate) attempt: NonZeroU32,
     pub(crate) max_attempts: NonZeroU32,
     pub(crate) first_published_at: Option<SystemTime>,
@@ -217,10 +218,17 @@ impl Delivery {
         self.event_id
     }
 
-    /// The stable name of the event's type.
+    /// The stable name of the event's type. Its present one, whatever name its row was published
+    /// under.
     #[must_use]
     pub fn event_name(&self) -> &'static str {
         self.event_name
+    }
+
+    /// The version that the payload was published in. The event has been brought to the present one.
+    #[must_use]
+    pub fn version(&self) -> NonZeroU32 {
+        self.version
     }
 
     /// Which attempt this is, from 1. Anything above 1 may be a redelivery after the effect.

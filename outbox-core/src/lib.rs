@@ -93,6 +93,7 @@ use std::time::Duration;
 pub mod event;
 mod event_set;
 pub mod key;
+mod version;
 
 pub mod handler;
 mod registry;
@@ -155,6 +156,7 @@ pub use crate::stats::{EventCounts, Stats};
 pub use crate::store::{EventRecord, EventState, Store, StoreError, StoreErrorKind};
 pub use crate::transaction::OutboxTx;
 pub use crate::uncommitted::{Handled, Uncommitted};
+pub use crate::version::PayloadError;
 #[cfg(feature = "derive")]
 pub use outbox_derive::{OutboxEvent, OutboxEvents};
 

@@ -285,7 +285,7 @@ impl<S: Store, Set> Outbox<S, Set> {
         let Parts {
             registry, settings, ..
         } = &self.inner.parts;
-        let Some(entry) = registry.get(E::NAME) else {
+        let Some(entry) = registry.reading(E::NAME, E::VERSION) else {
             return Err(DirectError::NoHandler { event: E::NAME });
         };
         let payload =
@@ -294,6 +294,7 @@ impl<S: Store, Set> Outbox<S, Set> {
         let delivery = Delivery {
             event_id: EventId::new(uuid::Uuid::new_v4(), 0),
             event_name: entry.name,
+            version: E::VERSION,
             attempt: std::num::NonZeroU32::MIN,
             max_attempts: std::num::NonZeroU32::MIN,
             first_published_at: None,
@@ -531,7 +532,7 @@ impl<S: Store, Set> fmt::Debug for Outbox<S, Set> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Outbox")
             .field("instance", &self.inner.parts.settings.instance)
-            .field("events", &self.inner.parts.registry.names())
+            .field("events", &self.inner.parts.registry.known())
             .finish_non_exhaustive()
     }
 }

@@ -186,7 +186,8 @@ impl<E: OutboxEvent> Duplicate<E> {
     /// # Errors
     ///
     /// Returns [`OutputError`] if what is stored is not an `E::Output`, because the type changed
-    /// since.
+    /// since. Outputs have no version: a release that changes `E::Output` has to read what the one
+    /// before it wrote, or be ready for this error until the last of those keys is gone.
     pub fn output(&self) -> Result<Option<E::Output>, OutputError> {
         if self.state != EventState::Processed {
             return Ok(None);

@@ -6,6 +6,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::marker::PhantomData;
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,11 +17,12 @@ use crate::dispatch::Failure;
 use crate::event::{OutboxEvent, assert_event_name};
 use crate::handler::{Delivery, Handler};
 use crate::settings::Settings;
+use crate::store::KnownEvent;
 
 /// A handler that takes JSON.
 #[async_trait]
 pub(crate) trait ErasedHandler: Send + Sync {
-    /// Decodes, handles, and encodes the output.
+    /// Decodes what was published in the version of `delivery`, handles, and encodes the output.
     async fn run(&self, payload: &str, delivery: &Delivery) -> Result<String, Failure>;
 }
 
@@ -32,7 +34,7 @@ struct Typed<E, H> {
 #[async_trait]
 impl<E: OutboxEvent, H: Handler<E>> ErasedHandler for Typed<E, H> {
     async fn run(&self, payload: &str, delivery: &Delivery) -> Result<String, Failure> {
-        let event: E = serde_json::from_str(payload).map_err(Failure::Undecodable)?;
+        let event = E::decode(delivery.version, payload).map_err(Failure::Undecodable)?;
         let output = self
             .handler
             .handle(event, delivery)
@@ -46,6 +48,8 @@ impl<E: OutboxEvent, H: Handler<E>> ErasedHandler for Typed<E, H> {
 pub(crate) struct Entry {
     pub(crate) name: &'static str,
     pub(crate) event_type: &'static str,
+    /// It reads this version and those before it.
+    pub(crate) newest_version: NonZeroU32,
     pub(crate) handler: Box<dyn ErasedHandler>,
     pub(crate) timeout: Duration,
     pub(crate) backoff: Backoff,
@@ -54,6 +58,8 @@ pub(crate) struct Entry {
 /// A handler as it was registered, before the outbox's own settings are known.
 pub(crate) struct Registration {
     name: &'static str,
+    aliases: &'static [&'static str],
+    version: NonZeroU32,
     event_type: &'static str,
     handler: Box<dyn ErasedHandler>,
     timeout: Option<Duration>,
@@ -66,6 +72,8 @@ impl Registration {
         const { assert_event_name::<E>() };
         Self {
             name: E::NAME,
+            aliases: E::ALIASES,
+            version: E::VERSION,
             event_type: std::any::type_name::<E>(),
             handler: Box::new(Typed {
                 handler,
@@ -78,11 +86,11 @@ impl Registration {
     }
 }
 
-/// All handlers of an outbox, by event name.
+/// All handlers of an outbox, by event name and by former names.
 #[derive(Default)]
 pub(crate) struct Registry {
     entries: HashMap<&'static str, Arc<Entry>>,
-    names: Vec<&'static str>,
+    known: Vec<KnownEvent>,
     longest_retention: Duration,
 }
 
@@ -96,6 +104,7 @@ impl Registry {
             let entry = Entry {
                 name: registration.name,
                 event_type: registration.event_type,
+                newest_version: registration.version,
                 handler: registration.handler,
                 timeout: registration.timeout.unwrap_or(settings.timeout),
                 backoff: registration.backoff.unwrap_or(settings.backoff),
@@ -107,23 +116,32 @@ impl Registry {
                     lease: settings.lease,
                 });
             }
-            if let Some(first) = registry.entries.get(entry.name) {
-                return Err(BuildError::DuplicateHandler {
-                    event: entry.name,
-                    first: first.event_type,
-                    second: entry.event_type,
-                });
-            }
             registry.longest_retention = std::cmp::max(
                 registry.longest_retention,
                 registration.retention.unwrap_or_default(),
             );
-            registry.names.push(entry.name);
-            registry.entries.insert(entry.name, Arc::new(entry));
+            let entry = Arc::new(entry);
+            registry.add(entry.name, &entry)?;
+            for alias in registration.aliases {
+                registry.add(alias, &entry)?;
+            }
         }
         // A stable order, so that the same program sends the same statement parameters.
-        registry.names.sort_unstable();
+        registry.known.sort_unstable_by_key(|event| event.name);
         Ok(registry)
+    }
+
+    /// Adds one of the names of `entry`.
+    fn add(&mut self, name: &'static str, entry: &Arc<Entry>) -> Result<(), BuildError> {
+        if let Some(first) = self.entries.get(name) {
+            return Err(taken(name, first, entry));
+        }
+        self.entries.insert(name, Arc::clone(entry));
+        self.known.push(KnownEvent {
+            name,
+            newest_version: entry.newest_version,
+        });
+        Ok(())
     }
 
     pub(crate) fn get(&self, name: &str) -> Option<&Arc<Entry>> {
@@ -135,9 +153,34 @@ impl Registry {
         self.longest_retention
     }
 
-    /// Every event name that has a handler, sorted.
-    pub(crate) fn names(&self) -> &[&'static str] {
-        &self.names
+    /// The handler of this name, if it reads this version.
+    pub(crate) fn reading(&self, name: &str, version: NonZeroU32) -> Option<&Arc<Entry>> {
+        let entry = self.get(name)?;
+        (version <= entry.newest_version).then_some(entry)
+    }
+
+    /// Every event name that has a handler, former names included, sorted.
+    pub(crate) fn known(&self) -> &[KnownEvent] {
+        &self.known
+    }
+}
+
+/// The error for a name that `second` wants, and that is one of `first`'s.
+fn taken(name: &'static str, first: &Arc<Entry>, second: &Arc<Entry>) -> BuildError {
+    let is_own_name = name == first.name && name == second.name && !Arc::ptr_eq(first, second);
+    let (first, second) = (first.event_type, second.event_type);
+    if is_own_name {
+        BuildError::DuplicateHandler {
+            event: name,
+            first,
+            second,
+        }
+    } else {
+        BuildError::AliasTaken {
+            name,
+            first,
+            second,
+        }
     }
 }
 
@@ -149,6 +192,15 @@ pub enum BuildError {
     DuplicateHandler {
         /// The event name.
         event: &'static str,
+        /// The Rust type of the event that came first.
+        first: &'static str,
+        /// The Rust type of the event that came second.
+        second: &'static str,
+    },
+    /// An alias of an event is a name or an alias of another one, or of the same one a second time.
+    AliasTaken {
+        /// The name that both have.
+        name: &'static str,
         /// The Rust type of the event that came first.
         first: &'static str,
         /// The Rust type of the event that came second.
@@ -210,6 +262,23 @@ impl fmt::Display for BuildError {
                 f,
                 "event `{event}` already has a handler for `{first}`, so `{second}` needs another name"
             ),
+            Self::AliasTaken {
+                name,
+                first,
+                second,
+            } if first == second => write!(
+                f,
+                "`{first}` has the event name `{name}` twice; an alias is a former name, given once"
+            ),
+            Self::AliasTaken {
+                name,
+                first,
+                second,
+            } => write!(
+                f,
+                "both `{first}` and `{second}` have the event name `{name}`; an alias belongs to \
+                 one event"
+            ),
             Self::LeaseShorterThanTimeout {
                 event,
                 timeout,
@@ -255,7 +324,7 @@ mod tests {
     use crate::settings::Draft;
 
     macro_rules! events {
-        ($($event:ident: $name:literal, $timeout:expr;)+) => {$(
+        ($($event:ident: $name:literal, $timeout:expr, $aliases:expr;)+) => {$(
             #[derive(serde::Deserialize, serde::Serialize)]
             struct $event;
 
@@ -263,14 +332,19 @@ mod tests {
                 type Output = ();
                 const NAME: &'static str = $name;
                 const TIMEOUT: Option<Duration> = $timeout;
+                const ALIASES: &'static [&'static str] = &$aliases;
             }
         )+};
     }
 
     events! {
-        Placed: "order.placed", None;
-        AlsoPlaced: "order.placed", None;
-        Slow: "slow", Some(Duration::from_secs(61));
+        Placed: "order.placed", None, [];
+        AlsoPlaced: "order.placed", None, [];
+        Slow: "slow", Some(Duration::from_secs(61)), [];
+        Renamed: "order.made", None, ["order.placed", "placed"];
+        AlsoRenamed: "order.born", None, ["placed"];
+        RenamedToItself: "order.same", None, ["order.same"];
+        RenamedTwice: "order.twice", None, ["once", "once"];
     }
 
     fn registration<E: OutboxEvent<Output = ()>>() -> Registration {
@@ -306,6 +380,43 @@ mod tests {
         check_refused(
             vec![registration::<Slow>()],
             "the handler of `slow` may run 61s, longer than the lease of 60s",
+        );
+    }
+
+    #[test]
+    fn an_alias_belongs_to_one_event_and_the_error_names_both_types() {
+        let taken = "both `outbox_core::registry::tests::Placed` and \
+                     `outbox_core::registry::tests::Renamed` have the event name `order.placed`; \
+                     an alias belongs to one event";
+        check_refused(
+            vec![registration::<Placed>(), registration::<Renamed>()],
+            taken,
+        );
+        check_refused(
+            vec![registration::<Renamed>(), registration::<Placed>()],
+            "both `outbox_core::registry::tests::Renamed` and \
+             `outbox_core::registry::tests::Placed` have the event name `order.placed`; \
+             an alias belongs to one event",
+        );
+        check_refused(
+            vec![registration::<Renamed>(), registration::<AlsoRenamed>()],
+            "both `outbox_core::registry::tests::Renamed` and \
+             `outbox_core::registry::tests::AlsoRenamed` have the event name `placed`; \
+             an alias belongs to one event",
+        );
+    }
+
+    #[test]
+    fn an_alias_is_another_name_than_the_events_own_and_given_once() {
+        check_refused(
+            vec![registration::<RenamedToItself>()],
+            "`outbox_core::registry::tests::RenamedToItself` has the event name `order.same` twice; \
+             an alias is a former name, given once",
+        );
+        check_refused(
+            vec![registration::<RenamedTwice>()],
+            "`outbox_core::registry::tests::RenamedTwice` has the event name `once` twice; \
+             an alias is a former name, given once",
         );
     }
 }

@@ -17,7 +17,8 @@ pub struct Stats {
     /// statement, and the counts are what the store says they are then: estimates from a sample on
     /// PostgreSQL, lower bounds on SQLite.
     pub exact: bool,
-    /// The names, of those in `events`, that have no handler in this process.
+    /// The names, of those in `events`, that have no handler in this process. (Events of a known
+    /// name but a later version are not told apart here; [`PassReport`](crate::PassReport) does.)
     pub unhandled: Vec<String>,
 }
 

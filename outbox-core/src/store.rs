@@ -50,7 +50,8 @@ use crate::stats::StoreStats;
 ///   1 back. `attempts` never exceeds `max_attempts`.
 /// - **P7** An expired lease makes the row due again for [`claim`](Self::claim) while an attempt
 ///   is left, and visible to [`sweep`](Self::sweep) when none is.
-/// - **P12** [`claim`](Self::claim) touches only rows whose name it was given.
+/// - **P12** [`claim`](Self::claim) touches only rows that are [`known`](is_known): of a name it was
+///   given, and of no later version than was given with it.
 /// - **P13** Every time stored or compared is the database's own.
 /// - **P17** [`purge`](Self::purge) removes only what is settled and past its retention.
 ///
@@ -140,7 +141,7 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// rights, proven by a row that is inserted, claimed, settled and rolled back.
     fn check(&self) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Claims due rows of the given names: first as many due retries and delays as are reserved
+    /// Claims due rows of the given events: first as many due retries and delays as are reserved
     /// for them, then whatever is due, all by priority, then number (rows that waited: due time).
     ///
     /// Rows come back in no particular order.
@@ -156,7 +157,7 @@ pub trait Store: Clone + Send + Sync + 'static {
         request: &ClaimRequest<'_>,
     ) -> impl Future<Output = Result<Option<Vec<Claimed>>, StoreError>> + Send;
 
-    /// Claims those of the given rows that are due and of the given names. What is leased,
+    /// Claims those of the given rows that are due and of the given events. What is leased,
     /// settled, waiting for its due time or out of attempts is left alone.
     fn claim_rows(
         &self,
@@ -204,7 +205,8 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// Looks at one chunk of the unsettled rows, in the order of their numbers.
     ///
     /// Claims, without charging an attempt and whatever their names, due rows with no attempt left
-    /// (as a rule their lease has expired), and counts rows whose name this process does not know.
+    /// (as a rule their lease has expired), and counts rows that this process does not
+    /// [know](is_known).
     /// `claimed_by` still names the last holder, if there was one: it is the one that failed.
     ///
     /// A lease that ends later than [`LEASE_MAX`](crate::settings::LEASE_MAX) from now cannot have
@@ -486,10 +488,28 @@ pub struct ClaimRequest<'a> {
     pub token: LeaseToken,
     /// Who claims: visible in the row.
     pub instance: &'a str,
-    /// The event names this process has handlers for.
-    pub names: &'a [&'static str],
+    /// What this process has handlers for.
+    pub events: &'a [KnownEvent],
     /// Where to begin looking.
     pub low_water: LowWater,
+}
+
+/// An event name that this process has a handler for. Former names have one of their own.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct KnownEvent {
+    /// The event name.
+    pub name: &'static str,
+    /// The newest version this process reads. It reads every earlier one, too, or knows that it
+    /// never will.
+    pub newest_version: NonZeroU32,
+}
+
+/// Whether `events` has this name, and reads this version of it.
+#[must_use]
+pub fn is_known(events: &[KnownEvent], name: &str, version: NonZeroU32) -> bool {
+    events
+        .iter()
+        .any(|event| event.name == name && version <= event.newest_version)
 }
 
 /// Per priority level, a lower bound for the row numbers a claim looks at.
@@ -641,8 +661,8 @@ pub struct SweepRequest<'a> {
     pub token: LeaseToken,
     /// Who sweeps.
     pub instance: &'a str,
-    /// The event names this process has handlers for.
-    pub names: &'a [&'static str],
+    /// What this process has handlers for.
+    pub events: &'a [KnownEvent],
 }
 
 /// What one chunk of a sweep found.
@@ -650,12 +670,23 @@ pub struct SweepRequest<'a> {
 pub struct SweepChunk {
     /// Rows whose lease had expired with no attempt left, now held under the sweep's token.
     pub exhausted: Vec<Exhausted>,
-    /// How many rows of each name this process does not know.
-    pub unhandled: Vec<(String, u64)>,
+    /// The rows that this process does not know, by name and version.
+    pub unhandled: Vec<Unhandled>,
     /// How many leases were cut that ended later than any lease can.
     pub cut_leases: u64,
     /// Where the next chunk begins. `None` after the last.
     pub next: Option<i64>,
+}
+
+/// Rows that a sweep left alone because this process has no handler for them.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Unhandled {
+    /// Their event name.
+    pub name: String,
+    /// The version of their payloads.
+    pub version: NonZeroU32,
+    /// How many there are.
+    pub rows: u64,
 }
 
 /// A row with no attempt left, held until it is settled as dead. Without its payload: no handler

@@ -260,7 +260,11 @@ impl<S: Store, Set> OutboxTx<S, Set> {
             && row.delay.is_zero()
             // Its only attempt, charged now, would be lost with this process.
             && row.max_attempts.get() > 1
-            && self.outbox.registry().get(row.name).is_some();
+            && self
+                .outbox
+                .registry()
+                .reading(row.name, row.version)
+                .is_some();
         if !inline {
             return None;
         }

@@ -73,7 +73,11 @@ impl<S: Store, Set> OutboxTx<S, Set> {
         &mut self,
         event: &E,
     ) -> Result<Uncommitted<E>, PublishError> {
-        let entry = self.outbox().registry().get(E::NAME).cloned();
+        let entry = self
+            .outbox()
+            .registry()
+            .reading(E::NAME, E::VERSION)
+            .cloned();
         let Some(entry) = entry.filter(|_| !self.outbox().is_stopping()) else {
             return Ok(match self.publish(event).await? {
                 Published::Duplicate(duplicate) => Uncommitted::Duplicate(duplicate),
@@ -372,6 +376,7 @@ async fn run<C: Send>(
     let delivery = Delivery {
         event_id: id,
         event_name: row.name,
+        version: row.version,
         attempt: NonZeroU32::MIN,
         max_attempts: row.max_attempts,
         first_published_at: None,
@@ -476,7 +481,7 @@ where
         connection: &mut C,
         delivery: &Delivery,
     ) -> Result<String, Failure> {
-        let event: E = serde_json::from_str(payload).map_err(Failure::Undecodable)?;
+        let event = E::decode(delivery.version, payload).map_err(Failure::Undecodable)?;
         let output = self
             .handler
             .handle(event, connection, delivery)

@@ -5,11 +5,12 @@
 //! rows are good news.
 
 use std::fs;
+use std::num::NonZeroU32;
 use std::path::Path;
 use std::time::Duration;
 
 use outbox_core::lease::LeaseToken;
-use outbox_core::store::{ClaimRequest, LowWater};
+use outbox_core::store::{ClaimRequest, KnownEvent, LowWater};
 use outbox_core::{
     Changed, DeadLetterFilter, HandlerError, Outbox, PublishOptions, Requeue, Snapshot, Store,
 };
@@ -91,7 +92,10 @@ async fn events_in_every_state<S: Store>(outbox: &Outbox<S>) -> i64 {
         lease: Duration::from_secs(300),
         token: LeaseToken::random(),
         instance: GONE,
-        names: &["order.paid"],
+        events: &[KnownEvent {
+            name: "order.paid",
+            newest_version: NonZeroU32::MIN,
+        }],
         low_water: LowWater::BEGINNING,
     };
     assert_eq!(store.claim(&request).await.unwrap().len(), 1);

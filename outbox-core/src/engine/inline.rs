@@ -409,7 +409,7 @@ impl<S: Store> Dispatcher<S> {
             lease: settings.lease,
             token: LeaseToken::random(),
             instance: &settings.instance,
-            names: self.shared.registry.names(),
+            events: self.shared.registry.known(),
             low_water: LowWater::BEGINNING,
         };
         let trusted_until = Instant::now() + settings.lease;

@@ -41,6 +41,7 @@ use crate::registry::{Entry, Registry};
 use crate::settings::{Settings, Threads};
 use crate::settled::Hooks;
 use crate::store::{Claimed, Store, StoreError, StoreErrorKind};
+use crate::version::PayloadError;
 
 use shutdown::Deadlines;
 pub use shutdown::ShutdownError;
@@ -102,10 +103,10 @@ impl<S: Store> Shared<S> {
             waiter,
         } = start;
         let lease = claimed.lease();
-        let Some(entry) = self.registry.get(&claimed.name) else {
+        let Some(entry) = self.registry.reading(&claimed.name, claimed.version) else {
             // Claims name the events there are handlers for, so this is a store's mistake; the
             // event is given back uncharged to whoever knows it.
-            tracing::error!(event_name = %claimed.name, "claimed an event without a handler");
+            tracing::error!(event_name = %claimed.name, version = %claimed.version, "claimed an event without a handler");
             self.release(lease, waiter);
             return;
         };
@@ -306,11 +307,16 @@ async fn run_claimed(
 ) -> Option<Finding> {
     let headers = match decode_headers(claimed.headers.as_deref()) {
         Ok(headers) => headers,
-        Err(error) => return Some(Err(Failure::Undecodable(error)).into()),
+        Err(source) => {
+            let version = claimed.version;
+            let error = PayloadError::Unreadable { version, source };
+            return Some(Err(Failure::Undecodable(error)).into());
+        }
     };
     let delivery = Delivery {
         event_id: claimed.id,
         event_name: entry.name,
+        version: claimed.version,
         attempt: claimed.attempt,
         max_attempts: claimed.max_attempts,
         first_published_at: Some(claimed.created_at),
@@ -386,7 +392,7 @@ impl<S: Store> Engine<S> {
         engine.spawn_loop("inline", move |shared| {
             inline::run(shared, Arc::clone(&handovers))
         });
-        if parts.settings.inline.on && !parts.registry.names().is_empty() {
+        if parts.settings.inline.on && !parts.registry.known().is_empty() {
             engine.spawn(inline::check(Arc::clone(&engine.shared)));
         }
         engine.spawn_loop("renewal", keeper::renew_leases);

@@ -144,7 +144,7 @@ pub(super) fn request<'a, S: Store>(
         lease: settings.lease,
         token: LeaseToken::random(),
         instance: &settings.instance,
-        names: parts.shared.registry.names(),
+        events: parts.shared.registry.known(),
         low_water,
     }
 }

@@ -240,7 +240,7 @@ impl<S: Store> RelayBuilder<S> {
         let batch = settings::count("batch", draft.batch)?;
         let poll = settings::bounded("poll_interval", draft.poll, Duration::from_millis(10), HOUR)?;
         let rhythms = draft.rhythms()?;
-        if outbox.registry().names().is_empty() {
+        if outbox.registry().known().is_empty() {
             return Err(RelayError::NoHandlers);
         }
         let stop = outbox

@@ -18,7 +18,7 @@ use crate::relay::claim::{self, Reserve};
 use crate::settings::LEASE_MAX;
 use crate::store::{
     LEASE_ENDED, LowWater, Pass, Store, StoreError, StoreErrorKind, SweepChunk, SweepRequest,
-    Upkeep,
+    Unhandled, Upkeep,
 };
 
 /// How many rows one chunk of a sweep looks at: a few milliseconds.
@@ -137,7 +137,7 @@ impl<S: Store> Running<'_, S> {
                 lease: shared.settings.lease,
                 token: LeaseToken::random(),
                 instance: &shared.settings.instance,
-                names: shared.registry.names(),
+                events: shared.registry.known(),
             };
             let chunk = match shared.store.sweep(self.pass, &request).await {
                 Err(error) if is_too_slow(&error, &mut scan) => continue,
@@ -150,14 +150,27 @@ impl<S: Store> Running<'_, S> {
                 None => break,
             }
         }
-        for (name, waiting) in &self.report.unhandled {
-            tracing::warn!(
-                event_name = name.as_str(),
-                waiting,
-                "events of a type that has no handler here wait"
-            );
-        }
+        self.warn_of_unhandled();
         Ok(())
+    }
+
+    fn warn_of_unhandled(&self) {
+        for (name, waiting) in &self.report.unhandled {
+            let name = name.as_str();
+            match self.report.later_versions.get(name) {
+                Some(version) => tracing::warn!(
+                    event_name = name,
+                    %version,
+                    waiting,
+                    "events of a later version than this process reads wait"
+                ),
+                None => tracing::warn!(
+                    event_name = name,
+                    waiting,
+                    "events of a type that has no handler here wait"
+                ),
+            }
+        }
     }
 
     async fn take_in(&mut self, chunk: SweepChunk) {
@@ -191,8 +204,18 @@ impl<S: Store> Running<'_, S> {
         }
         self.report.exhausted += count(exhausted);
         self.report.cut_leases += chunk.cut_leases;
-        for (name, waiting) in chunk.unhandled {
-            *self.report.unhandled.entry(name).or_default() += waiting;
+        for Unhandled {
+            name,
+            version,
+            rows,
+        } in chunk.unhandled
+        {
+            if shared.registry.get(&name).is_some() {
+                let newest = self.report.later_versions.entry(name.clone());
+                let newest = newest.or_insert(version);
+                *newest = std::cmp::max(*newest, version);
+            }
+            *self.report.unhandled.entry(name).or_default() += rows;
         }
     }
 

@@ -8,7 +8,7 @@ use outbox_core::event::Priority;
 use outbox_core::lease::{HeldLease, LeaseToken};
 use outbox_core::outcome::{DeadReason, ErrorText, Outcome};
 use outbox_core::store::{
-    ClaimRequest, EventState, Insertion, LowWater, NewEvent, Settlement, StoreError,
+    ClaimRequest, EventState, Insertion, KnownEvent, LowWater, NewEvent, Settlement, StoreError,
     StoreErrorKind, SweepRequest,
 };
 use sqlx::{AssertSqlSafe, Executor, PgConnection, SqlSafeStr};
@@ -147,7 +147,7 @@ async fn through_every_statement(store: &PgStore, tx: &mut PgConnection) -> Resu
                 lease: LEASE,
                 token: request.token,
                 instance: request.instance,
-                names: request.names,
+                events: request.events,
             },
             i64::MAX,
         ),
@@ -189,14 +189,17 @@ fn request(token: LeaseToken) -> ClaimRequest<'static> {
         lease: LEASE,
         token,
         instance: "check",
-        names: &[NAME],
+        events: &[KnownEvent {
+            name: NAME,
+            newest_version: NonZeroU32::MIN,
+        }],
         low_water: LowWater::BEGINNING,
     }
 }
 
 fn request_for_nothing(request: &ClaimRequest<'static>) -> ClaimRequest<'static> {
     ClaimRequest {
-        names: &[],
+        events: &[],
         ..request.clone()
     }
 }

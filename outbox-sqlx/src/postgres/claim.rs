@@ -69,8 +69,17 @@ const FAILURES_SHORTENED: &str = "
 pub(super) const LEASE_IS_FREE: &str =
     "(lease_expires_at IS NULL OR lease_expires_at <= clock_timestamp())";
 
-/// What a claim asks of any row: `$4` are the names this process has handlers for.
-const CLAIMABLE: &str = "attempts < max_attempts AND name = ANY ($4) AND {lease_is_free}";
+/// What a claim asks of any row: `$4` are the names this process has handlers for, and `$5`, in the
+/// same order, the newest version it reads of each.
+///
+/// - A name that is not in `$4` has no position, and NULL lets nothing through.
+/// - Version 1 is read by whoever knows the name. Nearly all rows are of it, and this way they cost
+///   what they cost without versions; a position costs more, from some dozens of names on.
+const CLAIMABLE: &str = "attempts < max_attempts AND {lease_is_free}
+    AND CASE
+        WHEN version = 1 THEN name = ANY ($4)
+        ELSE version <= ($5::integer[])[array_position($4, name)]
+    END";
 
 /// The rows of one priority that wait for a delay or a retry and are due, longest due first.
 ///
@@ -104,12 +113,12 @@ const READY: &str = "
 /// Claims by number.
 const NAMED_ROWS: &str = "
     SELECT id FROM {events}
-    WHERE id = ANY ($5) AND (due_at IS NULL OR due_at <= clock_timestamp())
+    WHERE id = ANY ($6) AND (due_at IS NULL OR due_at <= clock_timestamp())
     AND {claimable}
-    LIMIT $6
+    LIMIT $7
     FOR UPDATE SKIP LOCKED";
 
-/// The claim of up to `$5` due rows, `$6` of them reserved for those that waited; `$7` to `$10` are
+/// The claim of up to `$6` due rows, `$7` of them reserved for those that waited; `$8` to `$11` are
 /// the low-water marks, most urgent priority first.
 ///
 /// One step per priority, so that every step is the range of an index: an `ORDER BY priority DESC,
@@ -123,15 +132,15 @@ pub(super) fn claim_template() -> String {
     let reserved = Priority::DESCENDING
         .map(|priority| {
             let level = priority.level();
-            let waiting = waiting(priority, "", "$6");
+            let waiting = waiting(priority, "", "$7");
             format!("SELECT id FROM ({waiting}) AS waiting_{level}")
         })
         .join(" UNION ALL ");
     let mut selection =
-        format!("WITH reserved AS MATERIALIZED (SELECT id FROM ({reserved}) AS waiting LIMIT $6)");
+        format!("WITH reserved AS MATERIALIZED (SELECT id FROM ({reserved}) AS waiting LIMIT $7)");
 
     let mut taken = "reserved".to_owned();
-    let mut left = "$5".to_owned();
+    let mut left = "$6".to_owned();
     let mut all = "SELECT id FROM reserved".to_owned();
     for (position, priority) in Priority::DESCENDING.into_iter().enumerate() {
         let level = priority.level();
@@ -144,7 +153,7 @@ pub(super) fn claim_template() -> String {
         );
         let ready = READY
             .replace("{level}", &level.to_string())
-            .replace("{low_water}", &format!("${}", 7 + position))
+            .replace("{low_water}", &format!("${}", 8 + position))
             .replace("{limit}", &limit);
         selection.push_str(&format!(
             ", left_{level} AS MATERIALIZED (SELECT {left} AS n)
@@ -162,7 +171,7 @@ pub(super) fn claim_template() -> String {
         taken = format!("level_{level}");
         all.push_str(&format!(" UNION ALL SELECT id FROM level_{level}"));
     }
-    selection.push_str(&format!(" SELECT id FROM ({all}) AS due LIMIT $5"));
+    selection.push_str(&format!(" SELECT id FROM ({all}) AS due LIMIT $6"));
 
     taking(&selection)
 }
@@ -234,11 +243,21 @@ pub(super) fn named_rows(store: &PgStore, rows: &[i64], request: &ClaimRequest<'
 }
 
 fn taker(sql: &std::sync::Arc<str>, request: &ClaimRequest<'_>) -> Query {
+    let names: Vec<&str> = request.events.iter().map(|event| event.name).collect();
+    let newest = request
+        .events
+        .iter()
+        .map(|event| event.newest_version.get());
+    // No row has a version that the column cannot hold.
+    let newest: Vec<i32> = newest
+        .map(|n| i32::try_from(n).unwrap_or(i32::MAX))
+        .collect();
     Query::new(sql)
         .bind(PgUuid::from(request.token))
         .bind(interval(request.lease))
         .bind(request.instance)
-        .bind(request.names)
+        .bind(names)
+        .bind(newest)
 }
 
 /// As [`claim`], in a chunk of a pass.

@@ -1,7 +1,9 @@
 //! Sweeping: what no claim will ever take.
 
+use std::num::NonZeroU32;
+
 use outbox_core::settings::LEASE_MAX;
-use outbox_core::store::{Pass, StoreError, SweepChunk, SweepRequest};
+use outbox_core::store::{Pass, StoreError, SweepChunk, SweepRequest, Unhandled, is_known};
 use sqlx::Row;
 use sqlx::postgres::PgRow;
 
@@ -9,29 +11,29 @@ use super::PgStore;
 use super::claim::LEASE_IS_FREE;
 use super::pass::Chunk;
 use super::query::{PgUuid, Query, interval};
-use super::row::exhausted;
+use super::row::{count, exhausted};
 use super::sqlstate::failed;
 
 const DOING: &str = "sweep";
 
-/// Looks at up to `$2` rows after number `$1`. Answers, per event name, with how many there are,
+/// Looks at up to `$2` rows after number `$1`. Answers, per name and version, with how many there are,
 /// the last number, how many are due with no attempt left and nobody holding them, and how many
 /// have a lease that ends later than `$3` from now.
 ///
 /// - It only reads: a sweep that finds nothing to do draws no transaction id and writes no WAL.
 const LOOK: &str = "
     SELECT
-        name, count(*), max(id),
+        name, version, count(*), max(id),
         count(*) FILTER (WHERE {is_exhausted}),
         count(*) FILTER (WHERE lease_expires_at > clock_timestamp() + $3)
     FROM (
-        SELECT id, name, attempts, max_attempts, lease_expires_at, due_at
+        SELECT id, name, version, attempts, max_attempts, lease_expires_at, due_at
         FROM {events}
         WHERE id > $1
         ORDER BY id
         LIMIT $2
     ) AS chunk
-    GROUP BY name
+    GROUP BY name, version
 ";
 
 /// Claims, under the token `$1`, what `LOOK` found between the numbers `$4` and `$5`.
@@ -133,8 +135,12 @@ pub(super) async fn sweep(
     work.commit().await?;
     chunk.unhandled = seen
         .into_iter()
-        .filter(|seen| !request.names.contains(&seen.name.as_str()))
-        .map(|seen| (seen.name, u64::try_from(seen.rows).unwrap_or(0)))
+        .filter(|seen| !is_known(request.events, &seen.name, seen.version))
+        .map(|seen| Unhandled {
+            name: seen.name,
+            version: seen.version,
+            rows: u64::try_from(seen.rows).unwrap_or(0),
+        })
         .collect();
     Ok(Some(chunk))
 }
@@ -164,6 +170,7 @@ pub(super) fn take(store: &PgStore, request: &SweepRequest<'_>, last: i64) -> Qu
 
 struct Seen {
     name: String,
+    version: NonZeroU32,
     rows: i64,
     last: i64,
     exhausted: i64,
@@ -173,9 +180,10 @@ struct Seen {
 fn seen(row: &PgRow) -> Result<Seen, sqlx::Error> {
     Ok(Seen {
         name: row.try_get(0)?,
-        rows: row.try_get(1)?,
-        last: row.try_get(2)?,
-        exhausted: row.try_get(3)?,
-        beyond_bounds: row.try_get(4)?,
+        version: count(row.try_get(1)?)?,
+        rows: row.try_get(2)?,
+        last: row.try_get(3)?,
+        exhausted: row.try_get(4)?,
+        beyond_bounds: row.try_get(5)?,
     })
 }

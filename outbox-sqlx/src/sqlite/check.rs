@@ -8,7 +8,8 @@ use outbox_core::event::Priority;
 use outbox_core::lease::{HeldLease, LeaseToken};
 use outbox_core::outcome::{DeadReason, ErrorText, Outcome};
 use outbox_core::store::{
-    ClaimRequest, Insertion, LowWater, NewEvent, Settled, Settlement, StoreError, StoreErrorKind,
+    ClaimRequest, Insertion, KnownEvent, LowWater, NewEvent, Settled, Settlement, StoreError,
+    StoreErrorKind,
 };
 use sqlx::SqliteConnection;
 
@@ -64,7 +65,10 @@ async fn claim(
         lease: Duration::from_secs(60),
         token: LeaseToken::random(),
         instance: NAME,
-        names: &[NAME],
+        events: &[KnownEvent {
+            name: NAME,
+            newest_version: NonZeroU32::MIN,
+        }],
         low_water: LowWater::BEGINNING,
     };
     let claimed = claim::run_rows(connection, statements, &[row], &request)

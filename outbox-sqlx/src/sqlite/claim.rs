@@ -5,10 +5,10 @@ use outbox_core::store::{ATTEMPTS_KEPT, ClaimRequest, Claimed, LEASE_ENDED};
 use serde_json::Value;
 use sqlx::SqliteConnection;
 
-use super::row::{CLAIMED_COLUMNS, claimed, micros, names_json, token_text};
+use super::row::{CLAIMED_COLUMNS, claimed, known_json, micros, token_text};
 use super::sql::{Statements, safe};
 
-/// Claims up to `?1` due events of the names `?2` for `?3` microseconds under the token `?4` for the
+/// Claims up to `?1` due events that `?2` [knows](known) for `?3` microseconds under the token `?4` for the
 /// instance `?5`, of which `?6` are due retries and delays while there are any. `?7` to `?10` are
 /// the bounds of the levels, from critical to low.
 ///
@@ -25,6 +25,7 @@ use super::sql::{Statements, safe};
 ///
 /// Rows come back in no particular order.
 pub(super) fn claim() -> String {
+    let free = free();
     let mut ready = Vec::new();
     let mut waiting = Vec::new();
     for (priority, bound) in Priority::DESCENDING.iter().zip(7..) {
@@ -33,7 +34,7 @@ pub(super) fn claim() -> String {
             "SELECT * FROM (
                 SELECT id, priority
                 FROM {{events}}
-                WHERE due_at IS NULL AND priority = {level} AND id >= ?{bound} AND {FREE}
+                WHERE due_at IS NULL AND priority = {level} AND id >= ?{bound} AND {free}
                 ORDER BY id
                 LIMIT ?1
             )"
@@ -42,7 +43,7 @@ pub(super) fn claim() -> String {
             "SELECT * FROM (
                 SELECT id, priority
                 FROM {{events}}
-                WHERE due_at IS NOT NULL AND due_at <= {{now}} AND priority = {level} AND {FREE}
+                WHERE due_at IS NOT NULL AND due_at <= {{now}} AND priority = {level} AND {free}
                 ORDER BY due_at, id
                 LIMIT max(?1, {WINDOW})
             )"
@@ -76,6 +77,7 @@ pub(super) fn claim() -> String {
 /// The low-water bounds do not count here: whoever names a row knows where it is. The limit does.
 pub(super) fn claim_rows() -> String {
     let set = take();
+    let free = free();
     format!(
         "UPDATE {{events}} SET {set}
         WHERE id IN (
@@ -83,7 +85,7 @@ pub(super) fn claim_rows() -> String {
             FROM {{events}}
             WHERE id IN (SELECT value FROM json_each(?6))
                 AND (due_at IS NULL OR due_at <= {{now}})
-                AND {FREE}
+                AND {free}
             ORDER BY priority DESC, id
             LIMIT ?1
         )
@@ -95,11 +97,33 @@ pub(super) fn claim_rows() -> String {
 ///
 /// - An expired lease needs no reaper: the same condition finds it.
 /// - A row without an attempt left is the sweep's.
-const FREE: &str = "
-    (lease_expires_at IS NULL OR lease_expires_at <= {now})
-    AND attempts < max_attempts
-    AND name IN (SELECT value FROM json_each(?2))
-";
+fn free() -> String {
+    let known = known(2);
+    format!(
+        "(lease_expires_at IS NULL OR lease_expires_at <= {{now}})
+        AND attempts < max_attempts
+        AND {known}"
+    )
+}
+
+/// Whether the parameter, an object of the newest version by name ([`known_json`]), has the row's
+/// name and reads its version.
+///
+/// - `CASE`, because its branches are looked at in their order, and no further than needed. The
+///   names in the object make a valid path; what somebody wrote into a row by hand may not, and
+///   the claim would fail.
+/// - Version 1 is read by whoever knows the name, and nearly all rows are of it.
+/// - `json_extract` parses the object once. A look into `json_each` for each row would parse it for
+///   each row.
+pub(super) fn known(parameter: u8) -> String {
+    format!(
+        "CASE
+            WHEN name NOT IN (SELECT key FROM json_each(?{parameter})) THEN 0
+            WHEN version = 1 THEN 1
+            ELSE version <= json_extract(?{parameter}, '$.\"' || name || '\"')
+        END"
+    )
+}
 
 /// What a claim writes.
 ///
@@ -155,7 +179,7 @@ pub(super) async fn run(
 ) -> Result<Vec<Claimed>, sqlx::Error> {
     let mut query = sqlx::query(safe(&statements.claim))
         .bind(i64::from(request.limit.get()))
-        .bind(names_json(request.names))
+        .bind(known_json(request.events))
         .bind(micros(request.lease))
         .bind(token_text(request.token))
         .bind(request.instance)
@@ -175,7 +199,7 @@ pub(super) async fn run_rows(
 ) -> Result<Vec<Claimed>, sqlx::Error> {
     let rows = sqlx::query(safe(&statements.claim_rows))
         .bind(i64::from(request.limit.get()))
-        .bind(names_json(request.names))
+        .bind(known_json(request.events))
         .bind(micros(request.lease))
         .bind(token_text(request.token))
         .bind(request.instance)

@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 use outbox_core::DURATION_MAX;
 use outbox_core::event::{EventId, Priority};
 use outbox_core::lease::{HeldLease, LeaseToken};
-use outbox_core::store::{Claimed, Exhausted};
+use outbox_core::store::{Claimed, Exhausted, KnownEvent};
 use serde_json::{Value, json};
 use sqlx::error::BoxDynError;
 use sqlx::sqlite::SqliteRow;
@@ -135,7 +135,10 @@ pub(super) fn leases_json<'a>(leases: impl IntoIterator<Item = &'a HeldLease>) -
     Value::from(leases).to_string()
 }
 
-/// The event names a process handles, as one parameter.
-pub(super) fn names_json(names: &[&'static str]) -> String {
-    Value::from(names.to_vec()).to_string()
+/// The events a process handles, as one parameter: `{"order.paid": 3, ..}`.
+pub(super) fn known_json(events: &[KnownEvent]) -> String {
+    let newest = events
+        .iter()
+        .map(|event| (event.name.to_owned(), event.newest_version.get().into()));
+    Value::Object(newest.collect()).to_string()
 }

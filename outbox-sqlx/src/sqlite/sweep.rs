@@ -1,10 +1,11 @@
 //! Sweeping: looking at all that is not settled, whatever its name.
 
 use outbox_core::settings::LEASE_MAX;
-use outbox_core::store::{SweepChunk, SweepRequest};
+use outbox_core::store::{SweepChunk, SweepRequest, Unhandled};
 use sqlx::{Row, SqliteConnection};
 
-use super::row::{exhausted, micros, names_json, text, token_text};
+use super::claim::known;
+use super::row::{at_least_one, exhausted, known_json, micros, text, token_text};
 use super::sql::{Statements, safe};
 
 /// How many rows the chunk after `?1` of at most `?2` has, and the last of them.
@@ -13,14 +14,17 @@ pub(super) const CHUNK: &str = "
     FROM (SELECT id FROM {events} WHERE id > ?1 ORDER BY id LIMIT ?2)
 ";
 
-/// Counts the rows of the chunk from after `?1` to `?2` whose name is none of `?3`.
-pub(super) const NAMES: &str = "
-    SELECT name, count(*) AS rows
-    FROM {events}
-    WHERE id > ?1 AND id <= ?2 AND name NOT IN (SELECT value FROM json_each(?3))
-    GROUP BY name
-    ORDER BY name
-";
+/// Counts the rows of the chunk from after `?1` to `?2` that `?3` does not [know](known).
+pub(super) fn unhandled() -> String {
+    let known = known(3);
+    format!(
+        "SELECT name, version, count(*) AS rows
+        FROM {{events}}
+        WHERE id > ?1 AND id <= ?2 AND NOT {known}
+        GROUP BY name, version
+        ORDER BY name, version"
+    )
+}
 
 /// Lets the leases of the chunk from after `?1` to `?2` end `?3` microseconds from now at the
 /// latest.
@@ -73,16 +77,19 @@ pub(super) async fn run(
     };
     let full = chunk.try_get::<i64, _>("rows")? >= scan;
 
-    let names = sqlx::query(safe(&statements.sweep_names))
+    let groups = sqlx::query(safe(&statements.sweep_unhandled))
         .bind(request.after)
         .bind(last)
-        .bind(names_json(request.names))
+        .bind(known_json(request.events))
         .fetch_all(&mut *connection)
         .await?;
-    let mut unhandled = Vec::with_capacity(names.len());
-    for row in &names {
-        let rows = u64::try_from(row.try_get::<i64, _>("rows")?).unwrap_or(0);
-        unhandled.push((text(row, "name")?, rows));
+    let mut unhandled = Vec::with_capacity(groups.len());
+    for row in &groups {
+        unhandled.push(Unhandled {
+            name: text(row, "name")?,
+            version: at_least_one(row, "version")?,
+            rows: u64::try_from(row.try_get::<i64, _>("rows")?).unwrap_or(0),
+        });
     }
 
     let cut_leases = sqlx::query(safe(&statements.sweep_cut))

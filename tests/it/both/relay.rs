@@ -214,7 +214,7 @@ async fn p12_what_nobody_here_handles_waits_and_what_does_not_decode_is_dead<D: 
         broken
             .last_error
             .unwrap()
-            .starts_with("the payload cannot be decoded")
+            .starts_with("the payload of version 1 cannot be decoded")
     );
     let unknown = outbox.find(unknown).await.unwrap().unwrap();
     assert_eq!((unknown.state, unknown.attempts), (EventState::Pending, 0));

@@ -9,8 +9,8 @@ use outbox_core::event::Priority;
 use outbox_core::lease::LeaseToken;
 use outbox_core::outcome::{ErrorText, Outcome};
 use outbox_core::store::{
-    BornLease, ClaimRequest, Claimed, EventState, Existing, Insertion, LowWater, NewEvent, Renewal,
-    Settled, Settlement, Store, StoreError, StoreErrorKind, Wakeups,
+    BornLease, ClaimRequest, Claimed, EventState, Existing, Insertion, KnownEvent, LowWater,
+    NewEvent, Renewal, Settled, Settlement, Store, StoreError, StoreErrorKind, Wakeups,
 };
 use outbox_sqlx::PgStore;
 use sqlx::postgres::{PgConnectOptions, PgPoolOptions};
@@ -26,6 +26,12 @@ mod passes;
 mod stats;
 
 const NAME: &str = "order.paid";
+
+/// What claims and sweeps here know.
+const KNOWN: KnownEvent = KnownEvent {
+    name: NAME,
+    newest_version: NonZeroU32::MIN,
+};
 const MINUTE: Duration = Duration::from_secs(60);
 
 async fn installed() -> (PgDb, PgStore) {
@@ -89,7 +95,7 @@ fn request(limit: u32) -> ClaimRequest<'static> {
         lease: MINUTE,
         token: LeaseToken::random(),
         instance: "here",
-        names: &[NAME],
+        events: &[KNOWN],
         low_water: LowWater::BEGINNING,
     }
 }
@@ -223,7 +229,7 @@ async fn a_page_has_room_for_the_claim_of_all_its_rows() {
 
 fn claim_arguments(token: impl std::fmt::Display) -> String {
     let instance = "an-ordinary-host-name-7f9c4b-4711";
-    format!("'{token}', '1 min', '{instance}', '{{{NAME}}}', 100, 25, 0, 0, 0, 0")
+    format!("'{token}', '1 min', '{instance}', '{{{NAME}}}', '{{1}}', 100, 25, 0, 0, 0, 0")
 }
 
 /// How many of the `expected` updates wrote index entries.
@@ -239,7 +245,7 @@ async fn cold_updates(store: &PgStore, expected: i64) -> i64 {
 }
 
 const CLAIM_TYPES: &str =
-    "uuid, interval, text, text[], bigint, bigint, bigint, bigint, bigint, bigint";
+    "uuid, interval, text, text[], integer[], bigint, bigint, bigint, bigint, bigint, bigint";
 
 /// Runs a statement of the store in a session that ends with it.
 async fn execute(store: &PgStore, name: &str, types: &str, arguments: &str) {
@@ -298,7 +304,8 @@ const STATES: [&str; 4] = [
 #[tokio::test]
 async fn statements_keep_to_their_indexes_in_every_state_of_the_table() {
     let (_db, store) = installed().await;
-    let claim_arguments = "gen_random_uuid(), '30s', 'here', '{order.paid}', 100, 25, 7, 7, 7, 7";
+    let claim_arguments =
+        "gen_random_uuid(), '30s', 'here', '{order.paid}', '{3}', 100, 25, 7, 7, 7, 7";
     let settle_types = "bigint[], uuid[], text[]";
     let settle_arguments = "ARRAY[5], ARRAY[gen_random_uuid()], ARRAY['1']";
     for state in STATES {

@@ -192,7 +192,7 @@ async fn sweep(store: &PgStore) -> outbox_core::store::SweepChunk {
         lease: MINUTE,
         token: LeaseToken::random(),
         instance: "sweeper",
-        names: &[NAME],
+        events: &[KNOWN],
     };
     let chunk = store.sweep(pass(Cadence::Sweep), &request).await.unwrap();
     chunk.expect("nobody else has the lock")

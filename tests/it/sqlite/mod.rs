@@ -33,8 +33,8 @@ use outbox_core::event::{EventId, Priority};
 use outbox_core::lease::LeaseToken;
 use outbox_core::outcome::{DeadReason, ErrorText, Outcome};
 use outbox_core::store::{
-    ClaimRequest, Claimed, EventRecord, EventState, Existing, Insertion, LowWater, NewEvent, Pass,
-    Settled, Settlement, Store, StoreErrorKind, SweepChunk, SweepRequest,
+    ClaimRequest, Claimed, EventRecord, EventState, Existing, Insertion, KnownEvent, LowWater,
+    NewEvent, Pass, Settled, Settlement, Store, StoreErrorKind, SweepChunk, SweepRequest,
 };
 use outbox_sqlx::SqliteStore;
 use sqlx::{AssertSqlSafe, SqlitePool};
@@ -42,6 +42,12 @@ use sqlx::{AssertSqlSafe, SqlitePool};
 use crate::support::SqliteDb;
 
 const NAME: &str = "order.paid";
+
+/// What claims and sweeps here know.
+const KNOWN: KnownEvent = KnownEvent {
+    name: NAME,
+    newest_version: NonZeroU32::MIN,
+};
 const LEASE: Duration = Duration::from_secs(30);
 
 async fn installed(db: &SqliteDb) -> SqliteStore {
@@ -121,7 +127,7 @@ fn request(limit: u32) -> ClaimRequest<'static> {
         lease: LEASE,
         token: LeaseToken::random(),
         instance: "relay-a",
-        names: &[NAME],
+        events: &[KNOWN],
         low_water: LowWater::BEGINNING,
     }
 }

@@ -9,7 +9,7 @@ async fn sweep(store: &SqliteStore, after: i64, scan: u32) -> SweepChunk {
         lease: LEASE,
         token: LeaseToken::random(),
         instance: "sweeper",
-        names: &[NAME],
+        events: &[KNOWN],
     };
     let chunk = store.sweep(pass(), &request).await.unwrap();
     chunk.expect("nobody else has the lock")

@@ -7,7 +7,9 @@ use super::steps::*;
 use crate::event::Priority;
 use crate::lease::LeaseToken;
 use crate::outcome::DeadReason;
-use crate::store::{ClaimRequest, EventState, LEASE_ENDED, LowWater, NewEvent, Store};
+use crate::store::{
+    ClaimRequest, EventState, KnownEvent, LEASE_ENDED, LowWater, NewEvent, Settled, Store,
+};
 
 /// A claim hands over what its handler needs, and leaves its mark in the row.
 pub async fn a_claim_hands_over_the_event<H: Harness>(h: &H) {
@@ -99,18 +101,81 @@ pub async fn unknown_names_are_left_alone<H: Harness>(h: &H) {
     assert_eq!(record(h, rows[0]).await, before);
 
     let both = ClaimRequest {
-        names: &[SHIPPED, ALERT],
+        events: &[known(SHIPPED), known(ALERT)],
         ..request(10)
     };
     let claimed = claim(h, &both).await;
     assert_eq!(self::rows(&claimed), [rows[0], rows[2]]);
 }
 
+/// P12: an event of a later version than the claimer reads is neither claimed nor charged nor
+/// touched, whichever kind of claim it is; every earlier version is claimed.
+pub async fn later_versions_are_left_alone<H: Harness>(h: &H) {
+    let later = NewEvent {
+        priority: Priority::Critical,
+        ..of_version(4)
+    };
+    let latest = of_version(i32::MAX.unsigned_abs());
+    let waiting = NewEvent {
+        delay: HOUR,
+        ..of_version(4)
+    };
+    let events = [later, latest, waiting, of_version(1), of_version(3)];
+    let rows = publish_all(h, &events).await;
+    h.make_due(rows[2]).await;
+    let mut before = Vec::new();
+    for row in &rows[..3] {
+        before.push(record(h, *row).await);
+    }
+
+    let by_number = h.store().claim_rows(&rows, &request(1)).await.unwrap();
+    assert_eq!(self::rows(&by_number), [rows[3]]);
+    assert_eq!(release(h, by_number[0].lease()).await, Settled::Recorded);
+    assert_eq!(claim_with_reserve(h, 2, 2).await, [rows[3], rows[4]]);
+    assert_eq!(claim_up_to(h, 10).await, NOTHING);
+    let in_a_pass = h.store().claim_in(pass(), &request(10)).await.unwrap();
+    assert_eq!(self::rows(&in_a_pass.unwrap()), NOTHING);
+    let by_number = h.store().claim_rows(&rows, &request(10)).await.unwrap();
+    assert_eq!(self::rows(&by_number), NOTHING);
+    for (row, before) in rows.iter().zip(before) {
+        assert_eq!(record(h, *row).await, before);
+    }
+}
+
+/// P12: each name has a newest version of its own, and whoever reads a later one takes the rest.
+pub async fn each_name_is_claimed_up_to_its_own_version<H: Harness>(h: &H) {
+    let versions = |name| {
+        [1, 2, 3].map(|version| NewEvent {
+            name,
+            ..of_version(version)
+        })
+    };
+    let paid = publish_all(h, &versions(PAID)).await;
+    let shipped = publish_all(h, &versions(SHIPPED)).await;
+    let up_to = |paid: u32, shipped: u32| {
+        [(PAID, paid), (SHIPPED, shipped)].map(|(name, version)| KnownEvent {
+            name,
+            newest_version: count(version),
+        })
+    };
+    let older = ClaimRequest {
+        events: &up_to(2, 1),
+        ..request(10)
+    };
+    let claimed = rows(&claim(h, &older).await);
+    assert_eq!(claimed, [paid[0], paid[1], shipped[0]]);
+    let newer = ClaimRequest {
+        events: &up_to(1, u32::MAX),
+        ..request(10)
+    };
+    assert_eq!(rows(&claim(h, &newer).await), shipped[1..]);
+}
+
 /// P12: who knows no name claims nothing.
 pub async fn no_names_claim_nothing<H: Harness>(h: &H) {
     let row = publish(h, event()).await;
     let nothing = ClaimRequest {
-        names: &[],
+        events: &[],
         ..request(10)
     };
     assert_eq!(rows(&claim(h, &nothing).await), NOTHING);

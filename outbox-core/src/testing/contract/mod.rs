@@ -213,6 +213,8 @@ macro_rules! __store_contract_cases {
                 priority_goes_before_number
                 a_batch_prefers_the_higher_priority
                 unknown_names_are_left_alone
+                later_versions_are_left_alone
+                each_name_is_claimed_up_to_its_own_version
                 no_names_claim_nothing
                 a_low_water_mark_bounds_one_priority
                 a_low_water_mark_never_hides_a_waiting_row
@@ -283,6 +285,7 @@ macro_rules! __store_contract_cases {
                 a_sweep_takes_what_is_out_of_attempts_whatever_its_name
                 a_sweep_leaves_everything_else_alone
                 a_sweep_counts_what_nobody_here_handles
+                a_sweep_counts_what_is_of_a_later_version
                 a_sweep_covers_everything_in_chunks
                 an_empty_outbox_is_swept_in_one_chunk
                 a_retry_without_an_attempt_left_is_swept

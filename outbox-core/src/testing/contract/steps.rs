@@ -9,13 +9,24 @@ use crate::event::{EventId, Priority};
 use crate::lease::{HeldLease, LeaseToken};
 use crate::outcome::{DeadReason, ErrorText, Outcome};
 use crate::store::{
-    BornLease, ClaimRequest, Claimed, EventRecord, Insertion, LowWater, NewEvent, Pass, Settled,
-    Settlement, Store, SweepChunk, SweepRequest,
+    BornLease, ClaimRequest, Claimed, EventRecord, Insertion, KnownEvent, LowWater, NewEvent, Pass,
+    Settled, Settlement, Store, SweepChunk, SweepRequest,
 };
 
 pub(super) const PAID: &str = "order.paid";
 pub(super) const SHIPPED: &str = "order.shipped";
 pub(super) const ALERT: &str = "alert.raised";
+
+/// What the claims and sweeps of these cases know, unless they say otherwise: `order.paid`, up to
+/// version 3.
+pub(super) const KNOWN: [KnownEvent; 1] = [known(PAID)];
+
+pub(super) const fn known(name: &'static str) -> KnownEvent {
+    KnownEvent {
+        name,
+        newest_version: NonZeroU32::new(3).unwrap(),
+    }
+}
 
 /// No rows.
 pub(super) const NOTHING: [i64; 0] = [];
@@ -43,6 +54,13 @@ pub(super) fn event() -> NewEvent {
 
 pub(super) fn named(name: &'static str) -> NewEvent {
     NewEvent { name, ..event() }
+}
+
+pub(super) fn of_version(version: u32) -> NewEvent {
+    NewEvent {
+        version: count(version),
+        ..event()
+    }
 }
 
 pub(super) fn keyed(key: &str) -> NewEvent {
@@ -151,7 +169,7 @@ pub(super) fn request(limit: u32) -> ClaimRequest<'static> {
         lease: HOUR,
         token: LeaseToken::random(),
         instance: "a",
-        names: &[PAID],
+        events: &KNOWN,
         low_water: LowWater::BEGINNING,
     }
 }
@@ -243,7 +261,7 @@ pub(super) fn sweep_after(after: i64, scan: u32) -> SweepRequest<'static> {
         lease: HOUR,
         token: LeaseToken::random(),
         instance: "sweeper",
-        names: &[PAID],
+        events: &KNOWN,
     }
 }
 
@@ -270,7 +288,7 @@ pub(super) async fn bury<H: Harness>(
     let name = event.name;
     let row = publish(h, event).await;
     let by_name = ClaimRequest {
-        names: &[name],
+        events: &[known(name)],
         ..request(10)
     };
     let claimed = claim(h, &by_name).await;

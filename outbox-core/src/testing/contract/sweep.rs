@@ -16,7 +16,7 @@ fn swept(rows: &[Exhausted]) -> Vec<i64> {
 /// What a whole sweep found, in chunks of `scan` rows.
 struct Sweep {
     exhausted: Vec<Exhausted>,
-    unhandled: BTreeMap<String, u64>,
+    unhandled: BTreeMap<(String, u32), u64>,
     chunks: u32,
 }
 
@@ -31,8 +31,9 @@ async fn sweep<H: Harness>(h: &H, scan: u32) -> Sweep {
         let chunk = sweep_chunk(h, &sweep_after(after, scan)).await;
         sweep.chunks += 1;
         sweep.exhausted.extend(chunk.exhausted);
-        for (name, count) in chunk.unhandled {
-            *sweep.unhandled.entry(name).or_default() += count;
+        for unhandled in chunk.unhandled {
+            let key = (unhandled.name, unhandled.version.get());
+            *sweep.unhandled.entry(key).or_default() += unhandled.rows;
         }
         match chunk.next {
             None => return sweep,
@@ -112,7 +113,7 @@ pub async fn a_sweep_takes_what_is_out_of_attempts_whatever_its_name<H: Harness>
     };
     let row = publish(h, event).await;
     let by_name = ClaimRequest {
-        names: &[ALERT],
+        events: &[known(ALERT)],
         ..request(10)
     };
     assert_eq!(rows(&claim(h, &by_name).await), [row]);
@@ -166,7 +167,7 @@ pub async fn a_sweep_counts_what_nobody_here_handles<H: Harness>(h: &H) {
     // Two that were settled elsewhere, which nobody waits for any more.
     publish_all(h, &[named(ALERT), named(ALERT)]).await;
     let by_name = ClaimRequest {
-        names: &[ALERT],
+        events: &[known(ALERT)],
         ..request(10)
     };
     let claimed = claim(h, &by_name).await;
@@ -179,8 +180,31 @@ pub async fn a_sweep_counts_what_nobody_here_handles<H: Harness>(h: &H) {
     record_outcome(h, claimed[3].lease(), dead(DeadReason::Permanent, "no")).await;
 
     let expected = BTreeMap::from([
-        ("alert.raised".to_owned(), 3),
-        ("order.shipped".to_owned(), 2),
+        (("alert.raised".to_owned(), 1), 3),
+        (("order.shipped".to_owned(), 1), 2),
+    ]);
+    assert_eq!(sweep(h, 100).await.unhandled, expected);
+    assert_eq!(sweep(h, 2).await.unhandled, expected);
+}
+
+/// P12: so are rows of a later version than is read here, each version for itself, whether they are
+/// due or not.
+pub async fn a_sweep_counts_what_is_of_a_later_version<H: Harness>(h: &H) {
+    let waiting = NewEvent {
+        delay: HOUR,
+        ..of_version(5)
+    };
+    let unknown = NewEvent {
+        name: ALERT,
+        ..of_version(2)
+    };
+    let events = [1, 3, 4, 4].map(of_version);
+    publish_all(h, &events).await;
+    publish_all(h, &[waiting, unknown]).await;
+    let expected = BTreeMap::from([
+        (("alert.raised".to_owned(), 2), 1),
+        (("order.paid".to_owned(), 4), 2),
+        (("order.paid".to_owned(), 5), 1),
     ]);
     assert_eq!(sweep(h, 100).await.unhandled, expected);
     assert_eq!(sweep(h, 2).await.unhandled, expected);

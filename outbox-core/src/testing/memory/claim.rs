@@ -2,12 +2,15 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::num::NonZeroU32;
 use std::time::SystemTime;
 
 use super::database::{Database, Row};
 use crate::lease::LeaseToken;
 use crate::settings::LEASE_MAX;
-use crate::store::{ClaimRequest, Claimed, Exhausted, LEASE_ENDED, SweepChunk, SweepRequest};
+use crate::store::{
+    ClaimRequest, Claimed, Exhausted, LEASE_ENDED, SweepChunk, SweepRequest, Unhandled, is_known,
+};
 
 impl Database {
     pub(super) fn claim(&mut self, request: &ClaimRequest<'_>, now: SystemTime) -> Vec<Claimed> {
@@ -47,7 +50,7 @@ impl Database {
     pub(super) fn sweep(&mut self, request: &SweepRequest<'_>, now: SystemTime) -> SweepChunk {
         let scan = request.scan.get() as usize;
         let mut chunk = SweepChunk::default();
-        let mut unhandled: BTreeMap<&str, u64> = BTreeMap::new();
+        let mut unhandled: BTreeMap<(&str, NonZeroU32), u64> = BTreeMap::new();
         let mut looked_at = 0;
 
         let rows = self.rows.range_mut(request.after.saturating_add(1)..);
@@ -71,8 +74,9 @@ impl Database {
                     max_attempts: row.max_attempts,
                 }));
             }
-            if !request.names.contains(&row.columns.name.as_str()) {
-                *unhandled.entry(row.columns.name.as_str()).or_default() += 1;
+            let (name, version) = (row.columns.name.as_str(), row.columns.version);
+            if !is_known(request.events, name, version) {
+                *unhandled.entry((name, version)).or_default() += 1;
             }
         }
 
@@ -81,7 +85,11 @@ impl Database {
         }
         chunk.unhandled = unhandled
             .into_iter()
-            .map(|(name, count)| (name.to_owned(), count))
+            .map(|((name, version), rows)| Unhandled {
+                name: name.to_owned(),
+                version,
+                rows,
+            })
             .collect();
         chunk
     }
@@ -90,7 +98,7 @@ impl Database {
     fn is_claimable(&self, row: &Row, request: &ClaimRequest<'_>, now: SystemTime) -> bool {
         row.is_free(now)
             && row.has_attempt_left()
-            && request.names.contains(&row.columns.name.as_str())
+            && is_known(request.events, &row.columns.name, row.columns.version)
             && !self.locked.contains(&row.columns.id.row())
     }
 

@@ -9,7 +9,7 @@ use super::*;
 use crate::event::Priority;
 use crate::lease::LeaseToken;
 use crate::outcome::{ErrorText, Outcome};
-use crate::store::{EventState, ExclusiveLock as _, LowWater, Wakeups as _};
+use crate::store::{EventState, ExclusiveLock as _, KnownEvent, LowWater, Wakeups as _};
 
 const MINUTE: Duration = Duration::from_secs(60);
 
@@ -42,7 +42,10 @@ fn request() -> ClaimRequest<'static> {
         lease: MINUTE,
         token: LeaseToken::random(),
         instance: "a",
-        names: &["order.paid"],
+        events: &[KnownEvent {
+            name: "order.paid",
+            newest_version: NonZeroU32::MIN,
+        }],
         low_water: LowWater::BEGINNING,
     }
 }
