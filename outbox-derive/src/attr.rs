@@ -7,15 +7,20 @@ use syn::parse::{ParseStream, Parser as _};
 use syn::spanned::Spanned as _;
 use syn::{Attribute, ExprPath, LitStr, Meta, Path, Token, Type, parenthesized, token};
 
+use crate::chain::Upcast;
 use crate::ctxt::Ctxt;
 use crate::duration::DurationLit;
 use crate::key_template::Template;
+use crate::value::Number;
 use crate::{name, value};
 
 /// The keys of a type's attribute, in the order in which they are documented.
-pub(crate) const TYPE_KEYS: [&str; 13] = [
+pub(crate) const TYPE_KEYS: [&str; 16] = [
     "name",
+    "alias",
     "version",
+    "upcast",
+    "oldest_version",
     "dedup_key",
     "dedup_with",
     "ordering_key",
@@ -39,11 +44,16 @@ pub(crate) const SET_KEYS: [&str; 1] = ["crate"];
 #[derive(Default)]
 pub(crate) struct TypeAttrs {
     pub(crate) name: Option<LitStr>,
-    pub(crate) version: Option<u32>,
+    pub(crate) aliases: Vec<LitStr>,
+    pub(crate) version: Option<Number>,
+    pub(crate) upcasts: Vec<Upcast>,
+    /// Whether there was one more, whose value was wrong.
+    pub(crate) upcast_refused: bool,
+    pub(crate) oldest_version: Option<Number>,
     pub(crate) dedup: Option<KeySource>,
     pub(crate) ordering: Option<KeySource>,
     pub(crate) priority: Option<Ident>,
-    pub(crate) max_attempts: Option<u32>,
+    pub(crate) max_attempts: Option<Number>,
     pub(crate) backoff: Option<BackoffAttr>,
     pub(crate) timeout: Option<DurationLit>,
     pub(crate) retention: Option<DurationLit>,
@@ -104,14 +114,28 @@ impl TypeAttrs {
         if !TYPE_KEYS.contains(&name.as_str()) {
             return Err(unknown(key, "the keys", &TYPE_KEYS));
         }
-        self.seen.add(key)?;
+        let added = self.seen.add(key);
+        if !REPEATED.contains(&name.as_str()) {
+            added?;
+        }
         match name.as_str() {
             "name" => {
                 let literal = value::string(key, input, "such as `\"order.paid\"`")?;
                 name::check(&literal)?;
                 self.name = Some(literal);
             }
+            "alias" => {
+                let literal = value::string(key, input, "such as `\"order.settled\"`")?;
+                name::check(&literal)?;
+                self.aliases.push(literal);
+            }
             "version" => self.version = Some(value::positive(key, input)?),
+            "upcast" => {
+                let read = Upcast::read(cx, key, input);
+                self.upcast_refused |= !matches!(read, Ok(Some(_)));
+                self.upcasts.extend(read?);
+            }
+            "oldest_version" => self.oldest_version = Some(value::positive(key, input)?),
             "dedup_key" | "ordering_key" => {
                 let literal = value::string(key, input, "such as `\"{id}\"`")?;
                 self.set_key_source(key, KeySource::Template(Template::parse(&literal)?))?;
@@ -125,7 +149,7 @@ impl TypeAttrs {
             "backoff" => self.backoff = Some(BackoffAttr::read(cx, key, input)?),
             "timeout" => self.timeout = Some(value::positive_duration(key, input)?),
             "retention" => self.retention = Some(value::duration(key, input)?),
-            "output" => self.output = Some(value::output(key, input)?),
+            "output" => self.output = Some(value::ty(key, input, "ReceiptId")?),
             _ => self.krate = Some(value::crate_path(key, input)?),
         }
         Ok(())
@@ -273,7 +297,7 @@ fn for_each_key(
 }
 
 /// Reads one key. After a mistake, goes on behind the next comma.
-fn recover(
+pub(crate) fn recover(
     cx: &mut Ctxt,
     meta: &ParseNestedMeta<'_>,
     mut read: impl FnMut(&mut Ctxt, &Ident, ParseStream<'_>) -> syn::Result<()>,
@@ -303,7 +327,7 @@ impl Keys {
         self.0.iter().any(|seen| seen == key)
     }
 
-    fn add(&mut self, key: &Ident) -> syn::Result<()> {
+    pub(crate) fn add(&mut self, key: &Ident) -> syn::Result<()> {
         let name = key.to_string();
         if self.contains(&name) {
             let text = format!("duplicate `{name}`; keep one of them");
@@ -314,7 +338,7 @@ impl Keys {
     }
 }
 
-fn unknown(key: &Ident, whose: &str, known: &[&str]) -> syn::Error {
+pub(crate) fn unknown(key: &Ident, whose: &str, known: &[&str]) -> syn::Error {
     let known = known.join("`, `");
     let text = format!("unknown key `{key}`; {whose} are `{known}`");
     syn::Error::new(key.span(), text)
@@ -322,6 +346,9 @@ fn unknown(key: &Ident, whose: &str, known: &[&str]) -> syn::Error {
 
 const OF_AN_EVENT: &str = "name = \"order.paid\"";
 const OF_A_SET: &str = "crate = ::outbox_core";
+
+/// The keys of a type that may stand there more than once.
+const REPEATED: [&str; 2] = ["alias", "upcast"];
 
 const KEYS_ON_A_FIELD: &str = "the keys on a field";
 const BACKOFF_PARTS: [&str; 3] = ["base", "max", "jitter"];

@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use proc_macro2::Span;
 use syn::ext::IdentExt as _;
-use syn::{ExprPath, Member};
+use syn::{ExprPath, LitStr, Member};
 
 use crate::attr::{self, FieldAttrs, KeySource};
+use crate::chain::{self, Upcast};
 use crate::ctxt::Ctxt;
 use crate::input::{Field, Input, Shape};
 use crate::key_template::{FieldPath, Template};
@@ -18,6 +19,9 @@ use crate::name;
 pub(crate) struct Event<'a> {
     pub(crate) input: Input<'a>,
     pub(crate) name: Name,
+    pub(crate) aliases: Vec<LitStr>,
+    /// The types of old versions, in their order.
+    pub(crate) upcasts: Vec<Upcast>,
     pub(crate) dedup: Option<Key>,
     pub(crate) ordering: Option<Key>,
     pub(crate) backoff: Option<Backoff>,
@@ -43,10 +47,14 @@ pub(crate) struct Backoff {
 /// Checks `input` and puts in what is generated or left to a default.
 pub(crate) fn check<'a>(cx: &mut Ctxt, mut input: Input<'a>) -> Event<'a> {
     let name = event_name(cx, &input);
+    let aliases = aliases(cx, &mut input, &name.value);
+    let upcasts = chain::check(cx, &mut input);
     let dedup = input.attrs.dedup.take();
     let ordering = input.attrs.ordering.take();
     Event {
         name,
+        aliases,
+        upcasts,
         dedup: key(cx, &input, dedup, Kind::Dedup),
         ordering: key(cx, &input, ordering, Kind::Ordering),
         backoff: backoff(cx, &input),
@@ -65,6 +73,23 @@ fn event_name(cx: &mut Ctxt, input: &Input<'_>) -> Name {
         }
     };
     Name { value, span }
+}
+
+fn aliases(cx: &mut Ctxt, input: &mut Input<'_>, name: &str) -> Vec<LitStr> {
+    let aliases = std::mem::take(&mut input.attrs.aliases);
+    let mut before = Vec::new();
+    for alias in &aliases {
+        let value = alias.value();
+        if value == name {
+            let text = format!("`{value}` is the event's own name; an alias is a former one");
+            cx.push(syn::Error::new(alias.span(), text));
+        } else if before.contains(&value) {
+            let text = format!("duplicate alias `{value}`; keep one of them");
+            cx.push(syn::Error::new(alias.span(), text));
+        }
+        before.push(value);
+    }
+    aliases
 }
 
 #[derive(Clone, Copy)]

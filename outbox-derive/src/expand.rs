@@ -5,15 +5,18 @@
 use std::time::Duration;
 
 use proc_macro2::{Ident, Span, TokenStream};
-use quote::{format_ident, quote, quote_spanned};
+use quote::{ToTokens as _, format_ident, quote, quote_spanned};
+use syn::spanned::Spanned as _;
 use syn::{DeriveInput, ExprPath, Member};
 
+use crate::chain::Upcast;
 use crate::check::{self, Event, Key, Name};
 use crate::ctxt::Ctxt;
 use crate::fallback;
 use crate::generics;
 use crate::input::{Input, Shape};
 use crate::key_template::{FieldPath, Piece, Template};
+use crate::value::Number;
 
 /// The whole derive: what `ast` becomes.
 pub(crate) fn derive(ast: &DeriveInput) -> TokenStream {
@@ -31,9 +34,15 @@ fn implementation(event: &Event<'_>) -> TokenStream {
     let private = private(event);
     let attrs = &event.input.attrs;
 
-    let name_fits = assert_name_fits(&event.name, &private);
+    let names_fit = assert_names_fit(event, &private);
     let name = &event.name.value;
-    let version = attrs.version.map(|n| {
+    let aliases = (!event.aliases.is_empty()).then(|| {
+        let aliases = &event.aliases;
+        quote! {
+            const ALIASES: &'static [&'static ::core::primitive::str] = &[#(#aliases),*];
+        }
+    });
+    let version = attrs.version.map(|Number { value: n, .. }| {
         quote! {
             const VERSION: #private::NonZeroU32 = #private::at_least_one(#n);
         }
@@ -43,7 +52,7 @@ fn implementation(event: &Event<'_>) -> TokenStream {
             const PRIORITY: #private::Priority = #private::Priority::#level;
         }
     });
-    let max_attempts = attrs.max_attempts.map(|n| {
+    let max_attempts = attrs.max_attempts.map(|Number { value: n, .. }| {
         quote! {
             const MAX_ATTEMPTS: #private::Option<#private::NonZeroU32> =
                 #private::Option::Some(#private::at_least_one(#n));
@@ -72,24 +81,27 @@ fn implementation(event: &Event<'_>) -> TokenStream {
                 #private::Option::Some(#retention);
         }
     });
+    let decode = decode(&event.upcasts, &private);
     let dedup_key = key_fn("dedup_key", event.dedup.as_ref(), event, &private);
     let ordering_key = key_fn("ordering_key", event.ordering.as_ref(), event, &private);
 
     let body = quote! {
         const NAME: &'static ::core::primitive::str = #name;
+        #aliases
         #version
         #priority
         #max_attempts
         #backoff
         #timeout
         #retention
+        #decode
         #dedup_key
         #ordering_key
     };
     let implementation = impl_block(event, &body);
     quote! {
         const _: () = {
-            #name_fits
+            #names_fit
             #implementation
         };
     }
@@ -135,15 +147,73 @@ pub(crate) fn at(span: Span) -> Span {
 }
 
 /// The limit is core's, so it is asserted against core's constant and written once.
-fn assert_name_fits(name: &Name, private: &TokenStream) -> TokenStream {
-    let value = &name.value;
-    let span = at(name.span);
-    quote_spanned! {span=>
-        const _: () = ::core::assert!(
-            #value.len() <= #private::EVENT_NAME_MAX,
-            "the event name is too long; write a shorter `name`"
-        );
+fn assert_names_fit(event: &Event<'_>, private: &TokenStream) -> TokenStream {
+    let fits = |value: &str, span: Span, text: &str| {
+        let span = at(span);
+        quote_spanned! {span=>
+            const _: () = ::core::assert!(#value.len() <= #private::EVENT_NAME_MAX, #text);
+        }
+    };
+    let Name { value, span } = &event.name;
+    let name = fits(
+        value,
+        *span,
+        "the event name is too long; write a shorter `name`",
+    );
+    let aliases = event.aliases.iter().map(|alias| {
+        let text = "the alias is too long to have been an event name";
+        fits(&alias.value(), alias.span(), text)
+    });
+    quote! {
+        #name
+        #(#aliases)*
     }
+}
+
+/// Reads each old version as its own type, and takes it from there to the event step by step.
+///
+/// The types are spanned as they were written: that a step is missing, or that serde cannot read
+/// one, is told at the type it begins with.
+fn decode(upcasts: &[Upcast], private: &TokenStream) -> Option<TokenStream> {
+    let arms = (0..upcasts.len()).map(|at| {
+        let links = upcasts.get(at..).unwrap_or_default();
+        arm_of_version(links, private)
+    });
+    (!upcasts.is_empty()).then(|| {
+        quote! {
+            #[allow(deprecated, reason = "old versions are read here, not written")]
+            fn decode(
+                version: #private::NonZeroU32,
+                payload: &::core::primitive::str,
+            ) -> #private::Result<Self, #private::PayloadError> {
+                match version.get() {
+                    #(#arms)*
+                    _ => #private::read_own(version, payload),
+                }
+            }
+        }
+    })
+}
+
+/// `1u32 => { .. }`, for the first of `links` and all steps from there.
+fn arm_of_version(links: &[Upcast], private: &TokenStream) -> Option<TokenStream> {
+    let first = links.first()?;
+    let (number, ty) = (first.version.value, &first.from);
+    let read = quote_spanned!(at(ty.span())=> #private::read::<#ty>(version, payload)?);
+    let nexts = links.iter().skip(1).map(|link| link.from.to_token_stream());
+    let nexts = nexts.chain([quote!(Self)]);
+    let steps = links.iter().zip(nexts).map(|(link, next)| {
+        let ty = &link.from;
+        let step = quote_spanned!(at(ty.span())=> #private::upcast::<#ty, #next>(version, event)?);
+        quote!(let event = #step;)
+    });
+    Some(quote! {
+        #number => {
+            let event = #read;
+            #(#steps)*
+            #private::Result::Ok(event)
+        }
+    })
 }
 
 /// A duration as a constant. `Duration::new` overflows only where the nanoseconds carry.

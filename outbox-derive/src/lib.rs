@@ -22,6 +22,7 @@ mod key_template;
 mod name;
 mod value;
 
+mod chain;
 mod check;
 mod ctxt;
 mod fallback;
@@ -55,7 +56,10 @@ mod event_set;
 /// | key | value | default | refused |
 /// | --- | --- | --- | --- |
 /// | `name` | a string: the event name, stored with every row | made from the type's name | empty; anything but `a-z`, `0-9`, `.`, `_`, `-`; over 128 bytes |
-/// | `version` | an integer: the version of the payload's shape | 1 | 0 |
+/// | `alias` | a string: a [former name](#renaming-an-event), may be repeated | none | as for `name`; the event's own name; the same twice |
+/// | `version` | an integer: the [version](#changing-an-event) of the payload's shape | 1 | 0; an earlier version without `upcast` |
+/// | `upcast` | `upcast(from = OrderPaidV1, version = 1)`: the type that an earlier version was written as; may be repeated | no earlier version is read | a version that is not before `version`, is before `oldest_version`, or has one already; a type that comes again after another one |
+/// | `oldest_version` | an integer: the first version of which there may be rows left | 1 | 0; later than `version` |
 /// | `dedup_key` | a [key template](#keys) | no key: nothing is a duplicate | a template that names an unknown field, or is ambiguous |
 /// | `dedup_with` | the path of a function from `&Self` to the key | no key | together with `dedup_key` or `dedup` |
 /// | `ordering_key` | a [key template](#keys) | no key | as for `dedup_key` |
@@ -115,6 +119,96 @@ mod event_set;
 ///     order_id: u64,
 /// }
 /// ```
+///
+/// # Renaming an event
+///
+/// Where the event itself gets another name, `alias` keeps the former one, so that its rows are
+/// still handled:
+///
+/// ```
+/// # use outbox_core::OutboxEvent;
+/// # use serde::{Deserialize, Serialize};
+/// #[derive(Serialize, Deserialize, OutboxEvent)]
+/// #[outbox(alias = "order.paid")]
+/// struct OrderSettled {
+///     order_id: u64,
+/// }
+///
+/// assert_eq!(OrderSettled::NAME, "order.settled");
+/// ```
+///
+/// A former name shares the versions: a rename does not begin to count anew. An alias may be no name
+/// and no alias of another event with a handler in the same outbox, which is not built otherwise.
+/// Processes of the release before know nothing of the new name and leave its rows alone.
+///
+/// **An alias is for rows, not for keys.** A dedup key belongs to the name that it was published
+/// under, so the first publish of a key under the new name is not a duplicate, whatever was published
+/// under the former one. Where that matters, keep the name and rename the type alone.
+///
+/// # Changing an event
+///
+/// What serde reads from old payloads as well, such as one more `Option`, needs nothing. Else
+/// `version` goes up by one, the old shape stays behind as a type that serde can read, and `From`
+/// or `TryFrom` leads from it to the next one:
+///
+/// ```
+/// # use outbox_core::OutboxEvent;
+/// # use serde::{Deserialize, Serialize};
+/// #[derive(Serialize, Deserialize, OutboxEvent)]
+/// #[outbox(version = 3)]
+/// #[outbox(upcast(from = OrderPaidV1, version = 1), upcast(from = OrderPaidV2, version = 2))]
+/// struct OrderPaid {
+///     order_id: u64,
+///     cents: i64,
+///     currency: String,
+/// }
+///
+/// #[derive(Deserialize)]
+/// struct OrderPaidV1 {
+///     order_id: u64,
+///     euros: i64,
+/// }
+///
+/// #[derive(Deserialize)]
+/// struct OrderPaidV2 {
+///     order_id: u64,
+///     cents: i64,
+/// }
+///
+/// impl From<OrderPaidV1> for OrderPaidV2 {
+///     fn from(old: OrderPaidV1) -> Self {
+///         Self { order_id: old.order_id, cents: old.euros * 100 }
+///     }
+/// }
+///
+/// impl From<OrderPaidV2> for OrderPaid {
+///     fn from(old: OrderPaidV2) -> Self {
+///         Self { order_id: old.order_id, cents: old.cents, currency: "EUR".to_owned() }
+///     }
+/// }
+///
+/// let version = std::num::NonZeroU32::MIN;
+/// let paid = OrderPaid::decode(version, r#"{"order_id":7,"euros":42}"#)?;
+/// assert_eq!((paid.cents, paid.currency.as_str()), (4_200, "EUR"));
+/// # Ok::<_, outbox_core::PayloadError>(())
+/// ```
+///
+/// A row of version 1 is read as `OrderPaidV1`, and goes from there through `OrderPaidV2`. The next
+/// release adds one type, one step and one `upcast`. Handlers get the present type alone;
+/// `Delivery::version` tells what was published. A step that fails, by `TryFrom`, ends as a payload
+/// that cannot be decoded does: as a dead letter.
+///
+/// Where a version has the shape of the one before or of the event itself, it has the same type:
+/// `upcast(from = Self, version = 2)`.
+///
+/// Every version from 1 on needs its type. Once no row of the first ones is left, neither waiting
+/// nor as a dead letter that somebody may requeue, `oldest_version` lets their types go. A row that
+/// turns up all the same becomes a dead letter with its payload.
+///
+/// Processes of the release before leave rows of a later version alone, uncharged, and report them at
+/// each sweep: old and new may run side by side, in any order of deployment. The version is not part
+/// of a dedup key: a key that was published with version 1 is taken for version 3. The `output` has no
+/// version; a duplicate's is read as the present type.
 ///
 /// # Keys
 ///
@@ -191,9 +285,21 @@ mod event_set;
 ///     impl OutboxEvent for OrderPaid {
 ///         type Output = ReceiptId;
 ///         const NAME: &'static str = "order.paid";
+///         const ALIASES: &'static [&'static str] = &["order.settled"];
+///         const VERSION: NonZeroU32 = ..;
 ///         const PRIORITY: Priority = Priority::High;
 ///         const MAX_ATTEMPTS: Option<NonZeroU32> = Some(..);
 ///         const TIMEOUT: Option<Duration> = Some(Duration::new(10, 0));
+///         fn decode(version: NonZeroU32, payload: &str) -> Result<Self, PayloadError> {
+///             match version.get() {
+///                 1 => {
+///                     let event = read::<OrderPaidV1>(version, payload)?;
+///                     let event = upcast::<OrderPaidV1, Self>(version, event)?;
+///                     Ok(event)
+///                 }
+///                 _ => read_own(version, payload),
+///             }
+///         }
 ///         fn dedup_key(&self) -> Option<String> {
 ///             Some(KeyBuilder::new().last_field(&self.order_id).finish())
 ///         }
@@ -223,6 +329,10 @@ mod event_set;
 /// - `` `Vec<u64>` doesn't implement `Display` ``: a field in a key has no one way to be shown; use
 ///   `dedup_with` or `ordering_with`.
 /// - ``the event name is too long``: write a shorter `name`.
+/// - ``rows of version 2 could not be read``: an `upcast` is missing.
+/// - ``no step leads from `OrderPaidV1` to `OrderPaidV2` ``: write the `From` or `TryFrom`.
+/// - ``the chain leads back``: in an `upcast`, the type of an older version stands for a newer one,
+///   with another type between them.
 ///
 /// ```compile_fail
 /// # use outbox_core::OutboxEvent;

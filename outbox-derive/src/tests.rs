@@ -39,8 +39,18 @@ snapshot!(a_unit_struct, "struct CacheCleared;");
 snapshot!(
     a_struct_with_every_constant,
     r#"
-    #[outbox(name = "shop.order-paid", version = 2, priority = "high", max_attempts = 8)]
+    #[outbox(name = "shop.order-paid", version = 2, oldest_version = 2, priority = "high", max_attempts = 8)]
     #[outbox(backoff(max = "1h"), timeout = "1500ms", retention = "7d", output = Vec<ReceiptId>)]
+    struct OrderPaid { order_id: u64 }
+    "#
+);
+
+snapshot!(
+    a_struct_with_old_versions_and_former_names,
+    r#"
+    #[outbox(alias = "order.settled", alias = "paid")]
+    #[outbox(version = 4, upcast(from = Self, version = 3))]
+    #[outbox(upcast(from = OrderPaidV1, version = 1), upcast(from = old::Paid<u64>, version = 2))]
     struct OrderPaid { order_id: u64 }
     "#
 );
@@ -155,7 +165,8 @@ snapshot!(
 #[test]
 fn with_a_crate_path_nothing_else_is_named() {
     let source = r#"
-        #[outbox(crate = ::shop, version = 2, priority = "low", max_attempts = 1, backoff())]
+        #[outbox(crate = ::shop, version = 2, alias = "a", priority = "low", max_attempts = 1, backoff())]
+        #[outbox(upcast(from = First, version = 1))]
         #[outbox(timeout = "1s", retention = "1s", dedup_key = "{id}:x", ordering_with = key)]
         struct Changed<T> { id: T }
     "#;

@@ -17,13 +17,24 @@ pub(crate) fn string(key: &Ident, input: ParseStream<'_>, example: &str) -> syn:
     }
 }
 
-pub(crate) fn positive(key: &Ident, input: ParseStream<'_>) -> syn::Result<u32> {
+/// An integer, and where it stands.
+#[derive(Clone, Copy)]
+pub(crate) struct Number {
+    pub(crate) value: u32,
+    pub(crate) span: Span,
+}
+
+pub(crate) fn positive(key: &Ident, input: ParseStream<'_>) -> syn::Result<Number> {
     let expected = "an integer from 1 to 4294967295, without quotes";
     let literal = literal(key, input, expected)?;
     match &literal {
         Lit::Int(int) => int.base10_parse().ok().filter(|&n: &u32| n > 0),
         _ => None,
     }
+    .map(|value| Number {
+        value,
+        span: literal.span(),
+    })
     .ok_or_else(|| wrong_value(literal.span(), key, expected))
 }
 
@@ -81,11 +92,11 @@ pub(crate) fn function(key: &Ident, input: ParseStream<'_>) -> syn::Result<ExprP
     input.parse().map_err(|_| wrong_value(span, key, expected))
 }
 
-pub(crate) fn output(key: &Ident, input: ParseStream<'_>) -> syn::Result<Type> {
-    let expected = "a type, without quotes, such as `ReceiptId`";
-    equals(key, input, expected)?;
+pub(crate) fn ty(key: &Ident, input: ParseStream<'_>, example: &str) -> syn::Result<Type> {
+    let expected = format!("a type, without quotes, such as `{example}`");
+    equals(key, input, &expected)?;
     let span = input.span();
-    input.parse().map_err(|_| wrong_value(span, key, expected))
+    input.parse().map_err(|_| wrong_value(span, key, &expected))
 }
 
 pub(crate) fn crate_path(key: &Ident, input: ParseStream<'_>) -> syn::Result<Path> {

@@ -53,6 +53,7 @@ mod bounds {
     #[derive(Deserialize, OutboxEvent, Serialize)]
     #[outbox(
         version = 4294967295,
+        oldest_version = 4294967295,
         max_attempts = 1,
         timeout = "1ms",
         retention = "0s"

@@ -2,7 +2,7 @@ use outbox_core::OutboxEvent;
 use serde::{Deserialize, Serialize};
 
 #[derive(Serialize, Deserialize, OutboxEvent)]
-#[outbox(name = "order.paid" version = 2)]
+#[outbox(name = "order.paid" priority = "low")]
 struct OrderPaid {
     order_id: u64,
     customer_id: u64,

@@ -10,6 +10,7 @@ mod fake {
     pub mod __private {
         pub use std::num::NonZeroU32;
         pub use std::option::Option;
+        pub use std::result::Result;
         pub use std::string::String;
 
         pub use serde;
@@ -30,12 +31,16 @@ mod fake {
         pub trait OutboxEvent: Serialize + Send + Sync + 'static {
             type Output;
             const NAME: &'static str;
+            const ALIASES: &'static [&'static str];
             const VERSION: NonZeroU32;
             const PRIORITY: Priority;
             const MAX_ATTEMPTS: Option<NonZeroU32>;
             const BACKOFF: Option<Backoff>;
             const TIMEOUT: Option<time::Duration>;
             const RETENTION: Option<time::Duration>;
+            fn decode(version: NonZeroU32, payload: &str) -> Result<Self, PayloadError>
+            where
+                Self: Sized;
             fn dedup_key(&self) -> Option<String>;
             fn ordering_key(&self) -> Option<String>;
         }
@@ -45,6 +50,20 @@ mod fake {
         #[derive(Debug, PartialEq)]
         pub enum Priority {
             High,
+        }
+
+        pub struct PayloadError;
+
+        pub fn read<T>(_: NonZeroU32, _: &str) -> Result<T, PayloadError> {
+            Err(PayloadError)
+        }
+
+        pub fn upcast<T, Next>(_: NonZeroU32, _: T) -> Result<Next, PayloadError> {
+            Err(PayloadError)
+        }
+
+        pub fn read_own<T>(_: NonZeroU32, _: &str) -> Result<T, PayloadError> {
+            Err(PayloadError)
         }
 
         pub struct Backoff;
@@ -90,7 +109,9 @@ use fake::__private::OutboxEvent;
 
 #[derive(Serialize, Deserialize, outbox_core::OutboxEvent)]
 #[outbox(
+    alias = "paid",
     version = 2,
+    upcast(from = u8, version = 1),
     priority = "high",
     max_attempts = 3,
     timeout = "1s",
@@ -119,5 +140,6 @@ fn main() {
         <OrderPaid<u8> as OutboxEvent>::PRIORITY,
         fake::__private::Priority::High
     );
+    assert!(<OrderPaid<u8> as OutboxEvent>::decode(std::num::NonZeroU32::MIN, "").is_err());
     assert!(<OrderPaid<u8> as OutboxEvent>::TIMEOUT.is_some());
 }

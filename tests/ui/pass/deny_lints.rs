@@ -18,11 +18,30 @@ use serde::{Deserialize, Serialize};
 /// The imports make every qualified path in the expansion one that could have been shorter.
 #[derive(Serialize, Deserialize, OutboxEvent)]
 #[outbox(name = "order.paid", version = 2, priority = "high", max_attempts = 3)]
+#[outbox(alias = "paid", upcast(from = OrderPaidV1<T>, version = 1))]
 #[outbox(dedup_key = "{order_id}:{part}", ordering_with = ordering, timeout = "1s")]
 #[outbox(backoff(base = "1s", max = "2s", jitter = 1), retention = "1d")]
 struct OrderPaid<T> {
     order_id: String,
     part: T,
+}
+
+/// That it is deprecated is for those who use it.
+#[deprecated = "there is a new one"]
+#[derive(Deserialize)]
+struct OrderPaidV1<T> {
+    order_id: u64,
+    part: T,
+}
+
+#[expect(deprecated, reason = "rows of it are left")]
+impl<T> From<OrderPaidV1<T>> for OrderPaid<T> {
+    fn from(paid: OrderPaidV1<T>) -> Self {
+        Self {
+            order_id: paid.order_id.to_string(),
+            part: paid.part,
+        }
+    }
 }
 
 fn ordering<T>(_: &OrderPaid<T>) -> Option<String> {

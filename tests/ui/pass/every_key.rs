@@ -7,7 +7,9 @@ use outbox_core::{Backoff, OutboxEvent, Priority};
 use serde::{Deserialize, Serialize};
 
 #[derive(Serialize, Deserialize, OutboxEvent)]
-#[outbox(name = "shop.order-paid", version = 3)]
+#[outbox(name = "shop.order-paid", alias = "order.paid", alias = "order-paid")]
+#[outbox(version = 4, oldest_version = 2, upcast(from = OrderPaidV2, version = 2))]
+#[outbox(upcast(from = OrderPaidV3, version = 3))]
 #[outbox(dedup_key = "{order_id}", ordering_key = "customer:{customer_id}")]
 #[outbox(priority = "high", max_attempts = 8, timeout = "10s", retention = "7d")]
 #[outbox(backoff(base = "500ms", max = "1h", jitter = 0.5), output = ReceiptId)]
@@ -19,6 +21,37 @@ struct OrderPaid {
 
 #[derive(Debug, Deserialize, PartialEq, Serialize)]
 struct ReceiptId(u64);
+
+/// Old versions need nothing but serde's `Deserialize`.
+#[derive(Deserialize)]
+struct OrderPaidV2 {
+    order: u64,
+}
+
+#[derive(Deserialize)]
+struct OrderPaidV3 {
+    order: u64,
+    customer: String,
+}
+
+impl From<OrderPaidV2> for OrderPaidV3 {
+    fn from(paid: OrderPaidV2) -> Self {
+        let customer = "0".to_owned();
+        let order = paid.order;
+        Self { order, customer }
+    }
+}
+
+impl TryFrom<OrderPaidV3> for OrderPaid {
+    type Error = std::num::ParseIntError;
+
+    fn try_from(paid: OrderPaidV3) -> Result<Self, Self::Error> {
+        Ok(Self {
+            order_id: paid.order,
+            customer_id: paid.customer.parse()?,
+        })
+    }
+}
 
 #[derive(Serialize, Deserialize, OutboxEvent)]
 #[outbox(dedup_with = Self::key, ordering_with = customer)]
@@ -48,7 +81,18 @@ struct LineAdded {
 
 fn main() {
     assert_eq!(OrderPaid::NAME, "shop.order-paid");
-    assert_eq!(OrderPaid::VERSION.get(), 3);
+    assert_eq!(OrderPaid::ALIASES, ["order.paid", "order-paid"]);
+    assert_eq!(OrderPaid::VERSION.get(), 4);
+    let read = |version, payload| {
+        let paid = OrderPaid::decode(NonZeroU32::new(version).unwrap(), payload);
+        paid.map(|paid| (paid.order_id, paid.customer_id)).ok()
+    };
+    assert_eq!(read(1, r#"{"order":7}"#), None);
+    assert_eq!(read(2, r#"{"order":7}"#), Some((7, 0)));
+    assert_eq!(read(3, r#"{"order":7,"customer":"9"}"#), Some((7, 9)));
+    assert_eq!(read(3, r#"{"order":7,"customer":"?"}"#), None);
+    assert_eq!(read(4, r#"{"order_id":7,"customer_id":9}"#), Some((7, 9)));
+    assert_eq!(read(5, r#"{"order_id":7,"customer_id":9}"#), None);
     assert_eq!(OrderPaid::PRIORITY, Priority::High);
     assert_eq!(OrderPaid::MAX_ATTEMPTS, NonZeroU32::new(8));
     assert_eq!(OrderPaid::TIMEOUT, Some(Duration::from_secs(10)));

@@ -58,6 +58,10 @@ trait Send {}
 trait Sync {}
 trait Serialize {}
 trait DeserializeOwned {}
+trait TryFrom {}
+struct PayloadError;
+fn read() {}
+fn upcast() {}
 macro_rules! assert {
     ($($any:tt)*) => {
         ::std::compile_error!("a local `assert!`")
@@ -65,12 +69,22 @@ macro_rules! assert {
 }
 
 #[derive(::serde::Serialize, ::serde::Deserialize, ::outbox_core::OutboxEvent)]
-#[outbox(name = "order.paid", version = 2, priority = "high", max_attempts = 3)]
+#[outbox(name = "order.paid", version = 3, priority = "high", max_attempts = 3)]
+#[outbox(alias = "paid", upcast(from = First<T>, version = 1), upcast(from = Self, version = 2))]
 #[outbox(dedup_key = "{id}:{part}", ordering_with = key, timeout = "1s", retention = "1d")]
 #[outbox(backoff(base = "1s", max = "2s", jitter = 1))]
 struct OrderPaid<T> {
     id: ::std::string::String,
     part: T,
+}
+
+#[derive(::serde::Deserialize)]
+struct First<T>(::std::string::String, T);
+
+impl<T> ::std::convert::From<First<T>> for OrderPaid<T> {
+    fn from(First(id, part): First<T>) -> Self {
+        Self { id, part }
+    }
 }
 
 fn key<T>(_: &OrderPaid<T>) -> &'static ::std::primitive::str {
@@ -109,6 +123,7 @@ mod primitives {
     #[outbox(
         dedup_key = "{0}:{0}",
         version = 2,
+        upcast(from = Self, version = 1),
         max_attempts = 3,
         backoff(),
         timeout = "1s"

@@ -6,11 +6,12 @@ use serde::{Deserialize, Serialize};
 macro_rules! event {
     (
         $type:ident { $field:ident: $field_type:ty, $count:ident }
-        $name:literal $version:literal $key:literal $priority:literal $timeout:literal
+        $name:literal $version:literal $older:ty, $alias:literal $old:literal $key:literal $priority:literal $timeout:literal
         $jitter:literal $output:ty, $function:path, $outbox:path
     ) => {
         #[derive(Serialize, Deserialize, OutboxEvent)]
         #[outbox(name = $name, version = $version, dedup_key = $key, priority = $priority)]
+        #[outbox(alias = $alias, upcast(from = $older, version = $old))]
         #[outbox(timeout = $timeout, backoff(jitter = $jitter), output = $output)]
         #[outbox(ordering_with = $function, crate = $outbox)]
         struct $type {
@@ -38,8 +39,20 @@ mod facade {
 
 event! {
     OrderPaid { order_id: Option<u8>, count }
-    "order.paid" 2 "{count}" "low" "10s"
+    "order.paid" 2 OrderPaidV1, "paid" 1 "{count}" "low" "10s"
     0.1 Vec<u8>, crate::key, ::outbox_core
+}
+
+#[derive(Deserialize)]
+struct OrderPaidV1(u8);
+
+impl From<OrderPaidV1> for OrderPaid {
+    fn from(paid: OrderPaidV1) -> Self {
+        Self {
+            order_id: None,
+            count: paid.0,
+        }
+    }
 }
 
 keyed!(OrderShipped, order_id);
@@ -55,6 +68,7 @@ fn main() {
     };
     assert_eq!(OrderPaid::NAME, "order.paid");
     assert_eq!(OrderPaid::VERSION.get(), 2);
+    assert_eq!(OrderPaid::ALIASES, ["paid"]);
     assert_eq!(OrderPaid::PRIORITY, Priority::Low);
     assert_eq!(paid.dedup_key().as_deref(), Some("1"));
     assert_eq!(paid.ordering_key().as_deref(), Some("Some(7)"));

@@ -5,7 +5,9 @@
 #[derive(::serde::Serialize, ::serde::Deserialize, ::outbox_core::OutboxEvent)]
 #[outbox(
     dedup_key = "{order_id}:{part}",
+    alias = "paid",
     version = 2,
+    upcast(from = OrderPaidV1<T>, version = 1),
     priority = "critical",
     max_attempts = 3
 )]
@@ -13,6 +15,18 @@
 struct OrderPaid<T> {
     order_id: u64,
     part: T,
+}
+
+#[derive(::serde::Deserialize)]
+struct OrderPaidV1<T>(u64, T);
+
+impl<T> ::std::convert::From<OrderPaidV1<T>> for OrderPaid<T> {
+    fn from(paid: OrderPaidV1<T>) -> Self {
+        OrderPaid {
+            order_id: paid.0,
+            part: paid.1,
+        }
+    }
 }
 
 fn key<T>(_: &OrderPaid<T>) -> &'static str {

@@ -2,7 +2,7 @@ use outbox_core::OutboxEvent;
 use serde::{Deserialize, Serialize};
 
 #[derive(Serialize, Deserialize, OutboxEvent)]
-#[outbox(alias = "order.settled")]
+#[outbox(oldest_version = 2)]
 struct OrderPaid {
     order_id: u64,
     customer_id: u64,

@@ -2,7 +2,7 @@ use outbox_core::OutboxEvent;
 use serde::{Deserialize, Serialize};
 
 #[derive(Serialize, Deserialize, OutboxEvent)]
-#[outbox(upcast(from = OrderPaidV1, version = 1))]
+#[outbox(version = 2, upcast(from = OrderPaidV1))]
 struct OrderPaid {
     order_id: u64,
     customer_id: u64,

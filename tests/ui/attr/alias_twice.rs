@@ -1,0 +1,12 @@
+use outbox_core::OutboxEvent;
+use serde::{Deserialize, Serialize};
+
+#[derive(Serialize, Deserialize, OutboxEvent)]
+#[outbox(alias = "order.settled")]
+#[outbox(alias = "order.settled")]
+struct OrderPaid {
+    order_id: u64,
+    customer_id: u64,
+}
+
+fn main() {}

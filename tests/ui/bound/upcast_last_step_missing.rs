@@ -1,0 +1,16 @@
+use outbox_core::OutboxEvent;
+use serde::{Deserialize, Serialize};
+
+#[derive(Serialize, Deserialize, OutboxEvent)]
+#[outbox(version = 2, upcast(from = OrderPaidV1, version = 1))]
+struct OrderPaid {
+    order_id: u64,
+    customer_id: u64,
+}
+
+#[derive(Deserialize)]
+struct OrderPaidV1 {
+    order_id: u64,
+}
+
+fn main() {}
