@@ -10,6 +10,7 @@ mod dispatch;
 mod publish;
 mod relay;
 mod uncommitted;
+mod versions;
 
 use std::future::Future;
 use std::ops::DerefMut;

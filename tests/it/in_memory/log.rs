@@ -4,8 +4,9 @@ use std::io::Write;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use outbox_core::HandlerError;
 use outbox_core::testing::{MemoryStore, Operation};
+use outbox_core::{HandlerError, OutboxEvent};
+use serde::{Deserialize, Serialize};
 use tracing::subscriber::DefaultGuard;
 
 use super::builder;
@@ -95,6 +96,36 @@ async fn p12_events_that_nobody_here_handles_are_reported() {
         .unwrap();
     store.wait_for_calls(Operation::Purge, 1).await;
     log.contains(&["WARN", "event_name=\"unhandled\"", "waiting=3"]);
+}
+
+/// What `ticked` is in a later release.
+#[derive(Deserialize, Serialize, OutboxEvent)]
+#[outbox(name = "ticked", version = 7, oldest_version = 7)]
+struct TickedLater;
+
+#[tokio::test(start_paused = true)]
+async fn p12_events_of_a_later_version_are_reported_as_such() {
+    let (log, _guard) = Log::capture();
+    let store = MemoryStore::new();
+    let (handler, _runs) = scripted(|_| Step::Return(Ok(())));
+    let outbox = builder(&store).on(handler).build().unwrap();
+    for _ in 0..2 {
+        publish_for_relays(&outbox, &TickedLater).await;
+    }
+    let _relay = outbox
+        .relay()
+        .sweep_interval(Duration::from_secs(1))
+        .start()
+        .await
+        .unwrap();
+    store.wait_for_calls(Operation::Purge, 1).await;
+    log.contains(&[
+        "WARN",
+        "events of a later version than this process reads wait",
+        "event_name=\"ticked\"",
+        "version=7",
+        "waiting=2",
+    ]);
 }
 
 #[tokio::test(start_paused = true)]
