@@ -18,6 +18,7 @@
 //! invariants    what must not be there
 //! examples      the programs a newcomer runs first
 //! event_set     the example of a closed set of events, told to its end
+//! versions      the example of an event that changes, told to its end
 //! slack_alerts  the example of alerts to a chat webhook, told to its end
 //! order_paid    the example with a broker that goes away and comes back
 //! ```
@@ -70,6 +71,9 @@ mod examples;
 
 #[cfg(test)]
 mod event_set;
+
+#[cfg(test)]
+mod versions;
 
 #[cfg(test)]
 mod slack_alerts;
