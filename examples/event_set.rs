@@ -96,7 +96,7 @@ async fn tell<S: Store>(store: S) -> anyhow::Result<()> {
         let row = shop.find(id).await?.context("the event is gone")?;
         ensure!(row.state == EventState::Processed);
         // From a row to the event, whatever its type.
-        match ShopEvents::decode(&row.name, &row.payload)? {
+        match ShopEvents::decode(&row.name, row.version, &row.payload)? {
             ShopEvents::OrderPaid(paid) => {
                 println!(
                     "Row {} is {} of order {}.",
@@ -112,7 +112,7 @@ async fn tell<S: Store>(store: S) -> anyhow::Result<()> {
     }
     relay.shutdown(LIMIT).await?;
 
-    let another = ShopEvents::decode(CacheWarm::NAME, "null").err();
+    let another = ShopEvents::decode(CacheWarm::NAME, CacheWarm::VERSION, "null").err();
     let another = another.context("an event of another set was decoded")?;
     println!("Another event is none of them: {another}.");
     Ok(())

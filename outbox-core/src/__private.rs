@@ -16,7 +16,7 @@ pub use crate::backoff::Backoff;
 pub use crate::coverage::{Here, Left, NoHandler, Right, SetOf};
 pub use crate::event::{EVENT_NAME_MAX, OutboxEvent, Priority};
 pub use crate::event_set::{
-    DecodeError, EventOf, EventSet, decode_member, is_same_name, unknown_name,
+    DecodeError, EventOf, EventSet, decoded, has_name, share_a_name, unknown_name,
 };
 pub use crate::key::KeyBuilder;
 pub use crate::version::{PayloadError, read, read_own, upcast};

@@ -1,10 +1,10 @@
 //! Which events an outbox accepts: any, or those of a closed set.
 
 use std::fmt;
-
-use serde::de::DeserializeOwned;
+use std::num::NonZeroU32;
 
 use crate::event::OutboxEvent;
+use crate::version::PayloadError;
 
 /// The set of an outbox that accepts every event, which is what an outbox is without a set of its
 /// own.
@@ -80,13 +80,14 @@ impl<E: OutboxEvent> EventOf<AnyEvent> for E {
 ///
 /// assert_eq!(ShopEvents::NAMES, ["order.paid", "alert.raised"]);
 ///
-/// let event = ShopEvents::decode("order.paid", r#"{"order_id":7}"#)?;
+/// let version = std::num::NonZeroU32::MIN;
+/// let event = ShopEvents::decode("order.paid", version, r#"{"order_id":7}"#)?;
 /// assert_eq!(event, ShopEvents::from(OrderPaid { order_id: 7 }));
 /// assert_eq!(event.name(), "order.paid");
 ///
-/// let unknown = ShopEvents::decode("cache.warm", "{}");
+/// let unknown = ShopEvents::decode("cache.warm", version, "{}");
 /// assert!(matches!(unknown, Err(DecodeError::UnknownName { .. })));
-/// let undecodable = ShopEvents::decode("order.paid", "{}");
+/// let undecodable = ShopEvents::decode("order.paid", version, "{}");
 /// assert!(matches!(undecodable, Err(DecodeError::Undecodable { event: "order.paid", .. })));
 /// # Ok::<_, DecodeError>(())
 /// ```
@@ -106,15 +107,18 @@ pub trait EventSet: Sized + 'static {
     /// The event name of this value.
     fn name(&self) -> &'static str;
 
-    /// Decodes the payload of an event by its name, both as they stand in a row:
-    /// [`EventRecord::name`](crate::EventRecord::name) and
+    /// Decodes the payload of an event by its name and version, all as they stand in a row:
+    /// [`EventRecord::name`](crate::EventRecord::name),
+    /// [`EventRecord::version`](crate::EventRecord::version) and
     /// [`EventRecord::payload`](crate::EventRecord::payload).
+    ///
+    /// A member is found by its former names, too, and brought to its present version.
     ///
     /// # Errors
     ///
-    /// Returns [`DecodeError`] if no member has this name, or if the payload is not what that
-    /// member reads.
-    fn decode(name: &str, payload: &str) -> Result<Self, DecodeError>;
+    /// Returns [`DecodeError`] if no member has this name, or if that member does not read this
+    /// version, or the payload is not what it reads.
+    fn decode(name: &str, version: NonZeroU32, payload: &str) -> Result<Self, DecodeError>;
 }
 
 /// Why a stored event is no value of an [`EventSet`].
@@ -128,10 +132,10 @@ pub enum DecodeError {
     },
     /// The payload is not what the member of this name reads.
     Undecodable {
-        /// The event name.
+        /// The member's event name.
         event: &'static str,
-        /// What serde said.
-        source: serde_json::Error,
+        /// Why.
+        source: PayloadError,
     },
 }
 
@@ -140,7 +144,7 @@ impl fmt::Display for DecodeError {
         match self {
             Self::UnknownName { name } => write!(f, "no event of the set has the name {name:?}"),
             Self::Undecodable { event, .. } => {
-                write!(f, "the payload of event `{event}` cannot be decoded")
+                write!(f, "event `{event}` cannot be decoded")
             }
         }
     }
@@ -155,16 +159,22 @@ impl std::error::Error for DecodeError {
     }
 }
 
-/// Decodes the payload of the member that has this event name.
+// What generated code calls takes the constants of events, and not the types: that a member is no
+// event is told once, where it is named, and not once more for each bound.
+
+/// Whether `name` is an event's name or one of its aliases.
+#[must_use]
+pub fn has_name(name: &str, own: &str, aliases: &[&str]) -> bool {
+    name == own || aliases.contains(&name)
+}
+
+/// What a member's `decode` answered, with its event name.
 ///
 /// # Errors
 ///
-/// Returns [`DecodeError::Undecodable`] with what serde said.
-pub fn decode_member<E: DeserializeOwned>(
-    event: &'static str,
-    payload: &str,
-) -> Result<E, DecodeError> {
-    serde_json::from_str(payload).map_err(|source| DecodeError::Undecodable { event, source })
+/// Returns [`DecodeError::Undecodable`] with the reason.
+pub fn decoded<E>(event: &'static str, decoded: Result<E, PayloadError>) -> Result<E, DecodeError> {
+    decoded.map_err(|source| DecodeError::Undecodable { event, source })
 }
 
 /// The error for a name that no member has.
@@ -175,9 +185,38 @@ pub fn unknown_name(name: &str) -> DecodeError {
     }
 }
 
-/// Whether two event names are one, for a `const`.
+/// Whether two events share a name, present or former, for a `const`. Of each its name and its
+/// aliases.
 #[must_use]
-pub const fn is_same_name(one: &str, other: &str) -> bool {
+pub const fn share_a_name(
+    (one, aliases): (&str, &[&str]),
+    (other, other_aliases): (&str, &[&str]),
+) -> bool {
+    if is_same_name(one, other) || is_among(one, other_aliases) {
+        return true;
+    }
+    let mut i = 0;
+    while i < aliases.len() {
+        if is_same_name(aliases[i], other) || is_among(aliases[i], other_aliases) {
+            return true;
+        }
+        i += 1;
+    }
+    false
+}
+
+const fn is_among(name: &str, names: &[&str]) -> bool {
+    let mut i = 0;
+    while i < names.len() {
+        if is_same_name(name, names[i]) {
+            return true;
+        }
+        i += 1;
+    }
+    false
+}
+
+const fn is_same_name(one: &str, other: &str) -> bool {
     let (one, other) = (one.as_bytes(), other.as_bytes());
     if one.len() != other.len() {
         return false;
@@ -210,5 +249,18 @@ mod tests {
         check("order.paid", "order.paid2", false);
         check("order.paid", "", false);
         check("", "", true);
+    }
+
+    #[test]
+    fn a_former_name_is_shared_as_a_present_one_is() {
+        let paid: (_, &[&str]) = ("paid", &[]);
+        let settled: (_, &[&str]) = ("settled", &["closed", "paid"]);
+        let ended: (_, &[&str]) = ("ended", &["over", "closed"]);
+        assert!(share_a_name(paid, paid));
+        assert!(share_a_name(paid, settled));
+        assert!(share_a_name(settled, paid));
+        assert!(share_a_name(settled, ended));
+        assert!(!share_a_name(paid, ended));
+        assert!(!share_a_name(ended, paid));
     }
 }

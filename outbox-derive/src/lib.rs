@@ -401,7 +401,7 @@ pub fn derive_outbox_event(input: proc_macro::TokenStream) -> proc_macro::TokenS
 ///
 /// ```ignore
 /// const _: () = {
-///     const _: () = assert!(OrderPaid::NAME != AlertRaised::NAME, "..");
+///     const _: () = assert!(!share_a_name(OrderPaid::NAME, .., AlertRaised::NAME, ..), "..");
 ///
 ///     impl EventOf<ShopEvents> for OrderPaid { .. }
 ///     impl From<OrderPaid> for ShopEvents { .. }
@@ -413,7 +413,7 @@ pub fn derive_outbox_event(input: proc_macro::TokenStream) -> proc_macro::TokenS
 ///     impl EventSet for ShopEvents {
 ///         const NAMES: &'static [&'static str] = &[OrderPaid::NAME, AlertRaised::NAME];
 ///         fn name(&self) -> &'static str { .. }
-///         fn decode(name: &str, payload: &str) -> Result<Self, DecodeError> { .. }
+///         fn decode(name: &str, version: NonZeroU32, payload: &str) -> Result<Self, DecodeError> { .. }
 ///     }
 /// };
 /// ```
@@ -431,8 +431,8 @@ pub fn derive_outbox_event(input: proc_macro::TokenStream) -> proc_macro::TokenS
 /// - `` `CacheWarm` is not an outbox event ``: a variant holds a type without
 ///   `#[derive(OutboxEvent)]`.
 /// - `` `OrderPaid` is a member of `ShopEvents` already ``: two variants hold one type.
-/// - `` `OrderSettled` has the event name of `OrderPaid` ``: rows find their event by its name, so
-///   one of them needs another.
+/// - `` `OrderSettled` has a `name` or `alias` of `OrderPaid` ``: rows find their event by its name,
+///   so one of them needs another.
 /// - `` `Paused` holds no event ``, ``holds more than one field``, ``has named fields``: write
 ///   `Paused(OrderPaused)`.
 ///

@@ -201,15 +201,15 @@ mod sets {
         assert_eq!(paid.name(), "order.paid");
         assert_eq!(changed.name(), "order.changed");
 
-        let decoded = ShopEvents::decode("order.paid", r#"{"order_id":7}"#);
+        let decoded = ShopEvents::decode("order.paid", NonZeroU32::MIN, r#"{"order_id":7}"#);
         assert_eq!(decoded.unwrap(), paid);
-        let decoded = ShopEvents::decode("order.changed", "1");
+        let decoded = ShopEvents::decode("order.changed", NonZeroU32::MIN, "1");
         assert_eq!(decoded.unwrap(), changed);
     }
 
     #[track_caller]
     fn check_refused(name: &str, payload: &str, expected: &str) -> DecodeError {
-        let error = ShopEvents::decode(name, payload).expect_err(expected);
+        let error = ShopEvents::decode(name, NonZeroU32::MIN, payload).expect_err(expected);
         assert_eq!(error.to_string(), expected);
         error
     }
@@ -219,9 +219,10 @@ mod sets {
         let unknown = check_refused("x", "1", r#"no event of the set has the name "x""#);
         assert!(matches!(unknown, DecodeError::UnknownName { name } if name == "x"));
 
-        let text = "the payload of event `order.changed` cannot be decoded";
+        let text = "event `order.changed` cannot be decoded";
         let undecodable = check_refused("order.changed", "256", text);
-        let source = std::error::Error::source(&undecodable).map(ToString::to_string);
+        let source = std::error::Error::source(&undecodable).and_then(|error| error.source());
+        let source = source.map(ToString::to_string);
         assert!(source.is_some_and(|source| source.contains("256")));
         assert!(matches!(
             undecodable,

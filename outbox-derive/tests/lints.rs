@@ -14,6 +14,7 @@
 #![deny(clippy::allow_attributes, clippy::allow_attributes_without_reason)]
 #![deny(warnings, unused_qualifications, missing_docs)]
 
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use outbox_core::{EventSet, OutboxEvent, OutboxEvents, Priority};
@@ -94,5 +95,5 @@ fn what_is_linted_here_is_in_use() {
     }
     let event = ShopEvents::from(paid);
     assert_eq!(event.name(), "order.paid");
-    assert!(ShopEvents::decode("changed", "{}").is_err());
+    assert!(ShopEvents::decode("changed", NonZeroU32::MIN, "{}").is_err());
 }

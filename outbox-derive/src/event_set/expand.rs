@@ -25,10 +25,12 @@ pub(crate) fn implementation(set: &Set<'_>) -> TokenStream {
         quote!(Self::#variant(_event) => #name,)
     });
     let cases = members.iter().map(|Member { variant, ty }| {
-        let known = name(ty, &private);
+        let (known, aliases) = (name(ty, &private), aliases(ty, &private));
+        let span = at(ty.span());
+        let decode = quote_spanned!(span=> <#ty as #private::OutboxEvent>::decode);
         quote! {
-            if name == #known {
-                return #private::decode_member(#known, payload).map(Self::#variant);
+            if #private::has_name(name, #known, #aliases) {
+                return #private::decoded(#known, #decode(version, payload)).map(Self::#variant);
             }
         }
     });
@@ -61,7 +63,7 @@ pub(crate) fn stub(set: &Set<'_>) -> Option<TokenStream> {
     let methods = Methods {
         name: quote!(::core::unreachable!()),
         decode: quote! {
-            let _ = (name, payload);
+            let _ = (name, version, payload);
             ::core::unreachable!()
         },
         into: |_| {
@@ -165,6 +167,7 @@ fn event_set(set: &Set<'_>, private: &TokenStream, methods: &Methods) -> TokenSt
 
             fn decode(
                 name: &::core::primitive::str,
+                version: #private::NonZeroU32,
                 payload: &::core::primitive::str,
             ) -> #private::Result<Self, #private::DecodeError> {
                 #decode
@@ -185,22 +188,31 @@ fn name(ty: &Type, private: &TokenStream) -> TokenStream {
     quote_spanned!(span=> <#ty as #private::OutboxEvent>::NAME)
 }
 
-/// Rows find their member by its name, so no two may have the same.
+fn aliases(ty: &Type, private: &TokenStream) -> TokenStream {
+    let span = at(ty.span());
+    quote_spanned!(span=> <#ty as #private::OutboxEvent>::ALIASES)
+}
+
+/// Rows find their member by its name, present or former, so no two may have the same.
 fn assert_other_name(
     member: &Member<'_>,
     before: &[Member<'_>],
     private: &TokenStream,
 ) -> Option<TokenStream> {
-    let this = name(member.ty, private);
+    let name_of = |ty| {
+        let (name, aliases) = (name(ty, private), aliases(ty, private));
+        quote!((#name, #aliases))
+    };
+    let this = name_of(member.ty);
     let span = at(member.ty.span());
     let asserts = before.iter().map(|other| {
         let text = format!(
-            "`{}` has the event name of `{}`; give one of them another `name`",
+            "`{}` has a `name` or `alias` of `{}`; an event name belongs to one event",
             member.shown(),
             other.shown()
         );
-        let other = name(other.ty, private);
-        quote_spanned!(span=> ::core::assert!(!#private::is_same_name(#other, #this), #text);)
+        let other = name_of(other.ty);
+        quote_spanned!(span=> ::core::assert!(!#private::share_a_name(#other, #this), #text);)
     });
     (!before.is_empty()).then(|| {
         quote! {

@@ -113,7 +113,7 @@ async fn a_relay_and_the_dead_letters_of_a_set_are_those_of_any_outbox() {
     assert_eq!(page.letters[0].id, ticked.event_id());
 
     let record = shop.find(ticked.event_id()).await.unwrap().unwrap();
-    let event = ShopEvents::decode(&record.name, &record.payload);
+    let event = ShopEvents::decode(&record.name, record.version, &record.payload);
     assert!(matches!(event, Ok(ShopEvents::Ticked(Ticked { n: 7 }))));
     relay.shutdown(Duration::from_secs(5)).await.unwrap();
 }

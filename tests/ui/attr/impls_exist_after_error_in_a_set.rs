@@ -24,5 +24,5 @@ fn member<E: EventOf<ShopEvents> + Into<ShopEvents>>() {}
 
 fn main() {
     member::<OrderPaid>();
-    let _ = ShopEvents::decode("order.paid", "{}").map(|event| event.name());
+    let _ = ShopEvents::decode("order.paid", std::num::NonZeroU32::MIN, "{}").map(|event| event.name());
 }

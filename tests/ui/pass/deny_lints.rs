@@ -10,6 +10,7 @@
     unused_results
 )]
 
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use outbox_core::{DecodeError, EventOf, EventSet, OutboxEvent, OutboxEvents, Priority};
@@ -97,6 +98,6 @@ fn main() {
     for changed in [Changed::Added { id: 1 }, Changed::Removed { id: 1 }] {
         assert_eq!(changed.dedup_key().as_deref(), Some("1"));
     }
-    let unknown = ShopEvents::decode("x", "1").err();
+    let unknown = ShopEvents::decode("x", NonZeroU32::MIN, "1").err();
     assert!(matches!(unknown, Some(DecodeError::UnknownName { .. })));
 }

@@ -1,6 +1,8 @@
 //! Sets of events: of one member, of another crate path, of many, of types that arrive in macros, of
 //! types that others do not see.
 
+use std::num::NonZeroU32;
+
 use outbox_core::{BuildError, EventOf, EventSet, HandlerError, Outbox, OutboxEvents, Store};
 
 mod facade {
@@ -18,6 +20,18 @@ mod events {
 
     #[derive(Serialize, Deserialize, OutboxEvent)]
     pub struct Changed<T>(pub T);
+
+    #[derive(Serialize, Deserialize, OutboxEvent)]
+    #[outbox(alias = "order.sent", version = 2, upcast(from = u64, version = 1))]
+    pub struct OrderLeft {
+        pub order_id: u64,
+    }
+
+    impl From<u64> for OrderLeft {
+        fn from(order_id: u64) -> Self {
+            Self { order_id }
+        }
+    }
 }
 
 use events::{Changed, OrderPaid};
@@ -26,6 +40,12 @@ use events::{Changed, OrderPaid};
 #[outbox(crate = crate::facade::outbox)]
 enum One {
     Paid(OrderPaid),
+}
+
+/// A member is found by its former names, and by its old versions.
+#[derive(OutboxEvents)]
+enum Renamed {
+    Left(events::OrderLeft),
 }
 
 /// The names of what the trait has are free for variants.
@@ -106,8 +126,12 @@ fn main() {
     let One::Paid(paid) = One::from(accepted_by_both(OrderPaid { order_id: 7 }));
     assert_eq!(paid, OrderPaid { order_id: 7 });
     assert_eq!(One::NAMES, ["order.paid"]);
-    let decoded = Names::decode("order.paid", r#"{"order_id":7}"#);
+    let decoded = Names::decode("order.paid", NonZeroU32::MIN, r#"{"order_id":7}"#);
     assert!(matches!(decoded, Ok(Names::Unhandled(event)) if event == paid));
+    for name in ["order.sent", "order.left"] {
+        let decoded = Renamed::decode(name, NonZeroU32::MIN, "7");
+        assert!(matches!(decoded, Ok(Renamed::Left(left)) if left.order_id == 7));
+    }
     assert_eq!(unseen::Events::NAMES, ["inner"]);
     assert_eq!(Many::NAMES.len(), 26);
     assert_eq!(Many::from(Z).name(), "z");
