@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use outbox_core::testing::{MemoryStore, Operation};
-use outbox_core::{HandlerError, OutboxEvent};
+use outbox_core::{Cadence, HandlerError, OutboxEvent};
 use serde::{Deserialize, Serialize};
 use tracing::subscriber::DefaultGuard;
 
@@ -88,13 +88,8 @@ async fn p12_events_that_nobody_here_handles_are_reported() {
     for _ in 0..3 {
         publish_for_relays(&outbox, &Unhandled).await;
     }
-    let _relay = outbox
-        .relay()
-        .sweep_interval(Duration::from_secs(1))
-        .start()
-        .await
-        .unwrap();
-    store.wait_for_calls(Operation::Purge, 1).await;
+    let relay = outbox.relay().start().await.unwrap();
+    relay.pass(Cadence::Sweep).await.unwrap();
     log.contains(&["WARN", "event_name=\"unhandled\"", "waiting=3"]);
 }
 
@@ -112,13 +107,8 @@ async fn p12_events_of_a_later_version_are_reported_as_such() {
     for _ in 0..2 {
         publish_for_relays(&outbox, &TickedLater).await;
     }
-    let _relay = outbox
-        .relay()
-        .sweep_interval(Duration::from_secs(1))
-        .start()
-        .await
-        .unwrap();
-    store.wait_for_calls(Operation::Purge, 1).await;
+    let relay = outbox.relay().start().await.unwrap();
+    relay.pass(Cadence::Sweep).await.unwrap();
     log.contains(&[
         "WARN",
         "events of a later version than this process reads wait",
