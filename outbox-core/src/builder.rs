@@ -10,9 +10,9 @@ use crate::counters::Counters;
 use crate::coverage::{HandlersOf, Register, SetOf};
 use crate::engine::Parts;
 use crate::event_set::{AnyEvent, EventOf};
-use crate::handler::Handler;
+use crate::handler::{Handler, TransactionalHandler};
 use crate::outbox::Outbox;
-use crate::registry::{BuildError, Registration, Registry};
+use crate::registry::{BuildError, Registration, Registry, Runner, Transactional, transactional};
 use crate::settings::{Draft, Threads};
 use crate::settled::{DeadEvent, Hooks, SettledEvent, UndecodableEvent};
 use crate::store::Store;
@@ -26,6 +26,7 @@ pub struct OutboxBuilder<S: Store, Set = AnyEvent, Handlers = ()> {
     store: S,
     draft: Draft,
     registrations: Vec<Registration>,
+    transactional: Transactional<S::Connection>,
     hooks: Hooks,
     types: PhantomData<fn(Set, Handlers)>,
 }
@@ -36,6 +37,7 @@ impl<S: Store, Set, Handlers> OutboxBuilder<S, Set, Handlers> {
             store,
             draft: Draft::default(),
             registrations: Vec::new(),
+            transactional: Transactional::new(),
             hooks: Hooks::default(),
             types: PhantomData,
         }
@@ -54,10 +56,43 @@ impl<S: Store, Set, Handlers> OutboxBuilder<S, Set, Handlers> {
         Handlers: Register<E::Place>,
     {
         self.registrations.push(Registration::new::<E>(handler));
+        self.registered()
+    }
+
+    /// Registers a handler that writes to this database through a transaction, which settles its
+    /// event, too: see [`TransactionalHandler`].
+    ///
+    /// What it wrote and that the event is processed commit together, and only while this process
+    /// has the event's lease. So its effect *in this database* happens exactly once. Any other effect
+    /// it has can happen more than once, as with every handler, and can happen without the commit.
+    ///
+    /// # A transaction is open while it runs
+    ///
+    /// It is taken from the application's connections, so `concurrency` is bounded by their number,
+    /// and it keeps its locks. On SQLite it has the write lock of the file for all that time, and
+    /// every other writer waits: keep it short. Where none is to be had, the event goes back,
+    /// uncharged.
+    pub fn on_transactional<E: EventOf<Set>, H>(
+        mut self,
+        handler: H,
+    ) -> OutboxBuilder<S, Set, Handlers::Registered>
+    where
+        Handlers: Register<E::Place>,
+        H: TransactionalHandler<S::Connection, E> + 'static,
+    {
+        let handler = transactional::<_, E, _>(handler);
+        self.registrations
+            .push(Registration::of::<E>(Runner::Transactional));
+        self.transactional.insert(E::NAME, handler);
+        self.registered()
+    }
+
+    fn registered<Registered>(self) -> OutboxBuilder<S, Set, Registered> {
         OutboxBuilder {
             store: self.store,
             draft: self.draft,
             registrations: self.registrations,
+            transactional: self.transactional,
             hooks: self.hooks,
             types: PhantomData,
         }
@@ -248,6 +283,7 @@ impl<S: Store, Set, Handlers> OutboxBuilder<S, Set, Handlers> {
         Ok(Outbox::assemble(Parts {
             store: self.store,
             registry: Arc::new(registry),
+            transactional: Arc::new(self.transactional),
             settings: Arc::new(settings),
             counters: Arc::new(Counters::default()),
             hooks: Arc::new(self.hooks),

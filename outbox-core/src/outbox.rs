@@ -18,7 +18,7 @@ use crate::event_set::{AnyEvent, EventOf, EventSet};
 use crate::handler::Delivery;
 use crate::outcome::ErrorText;
 use crate::publish::{self, PublishError, PublishOptions, Published};
-use crate::registry::Registry;
+use crate::registry::{Entry, Registry, Runner, Transactional};
 use crate::relay::RelayBuilder;
 use crate::settings::Settings;
 use crate::stats::Stats;
@@ -307,13 +307,48 @@ impl<S: Store, Set> Outbox<S, Set> {
             event: E::NAME,
             error,
         };
-        let handling = entry.handler.run(&payload, &delivery);
-        match dispatch::run(handling, entry.timeout, &delivery, &interrupt).await {
+        let finding = match &entry.runner {
+            Runner::Plain(handler) => {
+                let handling = handler.run(&payload, &delivery);
+                dispatch::run(handling, entry.timeout, &delivery, &interrupt).await
+            }
+            Runner::Transactional => self
+                .run_in_transaction(entry, &payload, &delivery, &interrupt)
+                .await
+                .map_err(|error| failed(ErrorText::from(&error)))?,
+        };
+        match finding {
             Some(Finding::Done(output)) => serde_json::from_str(&output)
                 .map_err(|error| failed(dispatch::Failure::Output(error).text())),
             Some(Finding::Failed { error, .. }) => Err(failed(error)),
             None => Err(failed(ErrorText::new(&"interrupted"))),
         }
+    }
+
+    /// Runs a handler that takes a transaction, and commits what it wrote if it succeeds.
+    async fn run_in_transaction(
+        &self,
+        entry: &Entry,
+        payload: &str,
+        delivery: &Delivery,
+        interrupt: &CancellationToken,
+    ) -> Result<Option<Finding>, StoreError> {
+        let Some(handler) = self.inner.parts.transactional.get(entry.name) else {
+            return Ok(None);
+        };
+        let mut tx = self.store().begin().await?;
+        let handling = handler.run(payload, &mut tx, delivery);
+        let finding = dispatch::run(handling, entry.timeout, delivery, interrupt).await;
+        match finding {
+            Some(Finding::Done(_)) => self.store().commit(tx).await?,
+            _ => self.store().rollback(tx).await?,
+        }
+        Ok(finding)
+    }
+
+    /// The handlers that take a transaction.
+    pub(crate) fn transactional(&self) -> &Arc<Transactional<S::Connection>> {
+        &self.inner.parts.transactional
     }
 
     /// A relay of this outbox, to be configured and started.

@@ -15,7 +15,7 @@ use async_trait::async_trait;
 use crate::backoff::Backoff;
 use crate::dispatch::Failure;
 use crate::event::{OutboxEvent, assert_event_name};
-use crate::handler::{Delivery, Handler};
+use crate::handler::{Delivery, Handler, TransactionalHandler};
 use crate::settings::Settings;
 use crate::store::KnownEvent;
 
@@ -26,9 +26,67 @@ pub(crate) trait ErasedHandler: Send + Sync {
     async fn run(&self, payload: &str, delivery: &Delivery) -> Result<String, Failure>;
 }
 
+/// A handler that takes JSON and a connection.
+#[async_trait]
+pub(crate) trait ErasedTransactional<C: Send>: Send + Sync {
+    /// Decodes, handles through `connection`, and encodes the output.
+    async fn run(
+        &self,
+        payload: &str,
+        connection: &mut C,
+        delivery: &Delivery,
+    ) -> Result<String, Failure>;
+}
+
+/// The handlers that take a connection of the type `C`, by the name of their event.
+pub(crate) type Transactional<C> = HashMap<&'static str, Box<dyn ErasedTransactional<C>>>;
+
 struct Typed<E, H> {
     handler: H,
     event: PhantomData<fn(E)>,
+}
+
+#[async_trait]
+impl<C, E, H> ErasedTransactional<C> for Typed<E, H>
+where
+    C: Send,
+    E: OutboxEvent,
+    H: TransactionalHandler<C, E>,
+{
+    async fn run(
+        &self,
+        payload: &str,
+        connection: &mut C,
+        delivery: &Delivery,
+    ) -> Result<String, Failure> {
+        let event = E::decode(delivery.version, payload).map_err(Failure::Undecodable)?;
+        let output = self
+            .handler
+            .handle(event, connection, delivery)
+            .await
+            .map_err(Failure::Handler)?;
+        serde_json::to_string(&output).map_err(Failure::Output)
+    }
+}
+
+pub(crate) fn transactional<C, E, H>(handler: H) -> Box<dyn ErasedTransactional<C>>
+where
+    C: Send,
+    E: OutboxEvent,
+    H: TransactionalHandler<C, E> + 'static,
+{
+    Box::new(Typed {
+        handler,
+        event: PhantomData::<fn(E)>,
+    })
+}
+
+/// What runs when an event is dispatched.
+pub(crate) enum Runner {
+    /// A handler with effects of its own.
+    Plain(Box<dyn ErasedHandler>),
+    /// One that writes through a transaction: it is in [`Transactional`].
+    Transactional,
 }
 
 #[async_trait]
@@ -50,7 +108,7 @@ pub(crate) struct Entry {
     pub(crate) event_type: &'static str,
     /// It reads this version and those before it.
     pub(crate) newest_version: NonZeroU32,
-    pub(crate) handler: Box<dyn ErasedHandler>,
+    pub(crate) runner: Runner,
     pub(crate) timeout: Duration,
     pub(crate) backoff: Backoff,
 }
@@ -61,7 +119,7 @@ pub(crate) struct Registration {
     aliases: &'static [&'static str],
     version: NonZeroU32,
     event_type: &'static str,
-    handler: Box<dyn ErasedHandler>,
+    runner: Runner,
     timeout: Option<Duration>,
     backoff: Option<Backoff>,
     retention: Option<Duration>,
@@ -69,16 +127,20 @@ pub(crate) struct Registration {
 
 impl Registration {
     pub(crate) fn new<E: OutboxEvent>(handler: impl Handler<E>) -> Self {
+        Self::of::<E>(Runner::Plain(Box::new(Typed {
+            handler,
+            event: PhantomData::<fn(E)>,
+        })))
+    }
+
+    pub(crate) fn of<E: OutboxEvent>(runner: Runner) -> Self {
         const { assert_event_name::<E>() };
         Self {
             name: E::NAME,
             aliases: E::ALIASES,
             version: E::VERSION,
             event_type: std::any::type_name::<E>(),
-            handler: Box::new(Typed {
-                handler,
-                event: PhantomData::<fn(E)>,
-            }),
+            runner,
             timeout: E::TIMEOUT,
             backoff: E::BACKOFF,
             retention: E::RETENTION,
@@ -105,7 +167,7 @@ impl Registry {
                 name: registration.name,
                 event_type: registration.event_type,
                 newest_version: registration.version,
-                handler: registration.handler,
+                runner: registration.runner,
                 timeout: registration.timeout.unwrap_or(settings.timeout),
                 backoff: registration.backoff.unwrap_or(settings.backoff),
             };

@@ -12,12 +12,12 @@ use tokio_util::sync::CancellationToken;
 use crate::dispatch::{self, Cause, Failure, Finding};
 use crate::event::{EventId, OutboxEvent};
 use crate::event_set::EventOf;
-use crate::handler::{Delivery, TransactionalHandler, Verdict};
+use crate::handler::{Delivery, HandlerError, TransactionalHandler, Verdict};
 use crate::lease::{HeldLease, LeaseToken};
 use crate::outbox::no_answer;
 use crate::outcome::{DeadReason, ErrorText, Outcome};
 use crate::publish::{Duplicate, PublishError, PublishOptions, Published};
-use crate::registry::Entry;
+use crate::registry::{Entry, Runner, Transactional};
 use crate::store::{BornLease, NewEvent, Settled, Settlement, Store, StoreError};
 use crate::transaction::OutboxTx;
 
@@ -85,8 +85,11 @@ impl<S: Store, Set> OutboxTx<S, Set> {
             });
         };
         let timeout = entry.timeout;
-        self.run_uncommitted(event, timeout, &Registered(entry))
-            .await
+        let registered = Registered {
+            entry,
+            transactional: Arc::clone(self.outbox().transactional()),
+        };
+        self.run_uncommitted(event, timeout, &registered).await
     }
 
     /// Publishes an event and runs `handler` at once, with this transaction's connection.
@@ -455,12 +458,29 @@ trait Run<C>: Sync {
     ) -> impl Future<Output = Result<String, Failure>> + Send;
 }
 
-/// The handler of the registry. It has no use for the connection.
-struct Registered(Arc<Entry>);
+/// The handler of the registry. A plain one has no use for the connection.
+struct Registered<C> {
+    entry: Arc<Entry>,
+    transactional: Arc<Transactional<C>>,
+}
 
-impl<C: Send> Run<C> for Registered {
-    async fn run(&self, payload: &str, _: &mut C, delivery: &Delivery) -> Result<String, Failure> {
-        self.0.handler.run(payload, delivery).await
+impl<C: Send> Run<C> for Registered<C> {
+    async fn run(
+        &self,
+        payload: &str,
+        connection: &mut C,
+        delivery: &Delivery,
+    ) -> Result<String, Failure> {
+        match (&self.entry.runner, self.transactional.get(self.entry.name)) {
+            (Runner::Plain(handler), _) => handler.run(payload, delivery).await,
+            (Runner::Transactional, Some(handler)) => {
+                handler.run(payload, connection, delivery).await
+            }
+            // The builder puts them in together.
+            (Runner::Transactional, None) => Err(Failure::Handler(HandlerError::retry(
+                "its handler is not there",
+            ))),
+        }
     }
 }
 

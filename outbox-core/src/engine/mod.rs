@@ -13,6 +13,7 @@ pub(crate) mod settler;
 
 mod keeper;
 mod shutdown;
+mod transactional;
 pub(crate) mod wait;
 pub(crate) mod wake;
 
@@ -37,7 +38,7 @@ use crate::engine::settler::{About, Ending, Waiter};
 use crate::engine::wake::Wake;
 use crate::handler::Delivery;
 use crate::lease::HeldLease;
-use crate::registry::{Entry, Registry};
+use crate::registry::{Entry, ErasedHandler, Registry, Runner, Transactional};
 use crate::settings::{Settings, Threads};
 use crate::settled::Hooks;
 use crate::store::{Claimed, Store, StoreError, StoreErrorKind};
@@ -54,9 +55,10 @@ const OVERDUE_AFTER: Duration = Duration::from_millis(250);
 const SLOTS: usize = 10_000;
 
 /// What every loop works with.
-pub(crate) struct Shared<S> {
+pub(crate) struct Shared<S: Store> {
     pub(crate) store: S,
     pub(crate) registry: Arc<Registry>,
+    pub(crate) transactional: Arc<Transactional<S::Connection>>,
     pub(crate) settings: Arc<Settings>,
     pub(crate) counters: Arc<Counters>,
     pub(crate) hooks: Arc<Hooks>,
@@ -148,7 +150,17 @@ impl<S: Store> Shared<S> {
             if !shared.held.start(lease, overdue_after) {
                 return;
             }
-            if let Some(finding) = run_claimed(&entry, &claimed, &interrupt).await {
+            let finding = match (&entry.runner, shared.transactional.get(entry.name)) {
+                (Runner::Plain(handler), _) => {
+                    run_claimed(&**handler, &entry, &claimed, &interrupt).await
+                }
+                (Runner::Transactional, Some(handler)) => {
+                    transactional::run(shared, &**handler, &entry, &claimed, &interrupt).await
+                }
+                // The builder puts them in together. Given back by `unfinished`.
+                (Runner::Transactional, None) => None,
+            };
+            if let Some(finding) = finding {
                 let finding = shared.hooks.undecodable(finding, &claimed);
                 shared.finish(lease, finding);
             }
@@ -159,14 +171,16 @@ impl<S: Store> Shared<S> {
     fn finish(&self, lease: HeldLease, finding: Finding) {
         match self.held.end_run(lease) {
             Some(run) => self.settle(lease, run, finding),
-            None => {
-                self.counters.late_results.one();
-                tracing::warn!(
-                    row = lease.row,
-                    "a handler's result came too late and was refused"
-                );
-            }
+            None => self.refuse_late_result(lease),
         }
+    }
+
+    fn refuse_late_result(&self, lease: HeldLease) {
+        self.counters.late_results.one();
+        tracing::warn!(
+            row = lease.row,
+            "a handler's result came too late and was refused"
+        );
     }
 
     /// Ends a run that its timeout could not drop.
@@ -301,19 +315,31 @@ impl<S: Store> Drop for Unfinished<S> {
 
 /// Runs the handler of a claimed event. `None` when it was interrupted.
 async fn run_claimed(
+    handler: &dyn ErasedHandler,
     entry: &Entry,
     claimed: &Claimed,
     interrupt: &CancellationToken,
 ) -> Option<Finding> {
-    let headers = match decode_headers(claimed.headers.as_deref()) {
-        Ok(headers) => headers,
-        Err(source) => {
-            let version = claimed.version;
-            let error = PayloadError::Unreadable { version, source };
-            return Some(Err(Failure::Undecodable(error)).into());
-        }
+    let delivery = match delivery(entry, claimed, interrupt) {
+        Ok(delivery) => delivery,
+        Err(undecodable) => return Some(undecodable),
     };
-    let delivery = Delivery {
+    let handling = handler.run(&claimed.payload, &delivery);
+    dispatch::run(handling, entry.timeout, &delivery, interrupt).await
+}
+
+/// What the handler of a claimed event is told. An error if its headers cannot be read.
+fn delivery(
+    entry: &Entry,
+    claimed: &Claimed,
+    interrupt: &CancellationToken,
+) -> Result<Delivery, Finding> {
+    let headers = decode_headers(claimed.headers.as_deref()).map_err(|source| {
+        let version = claimed.version;
+        let error = PayloadError::Unreadable { version, source };
+        Finding::from(Err(Failure::Undecodable(error)))
+    })?;
+    Ok(Delivery {
         event_id: claimed.id,
         event_name: entry.name,
         version: claimed.version,
@@ -323,9 +349,7 @@ async fn run_claimed(
         headers,
         // A child, so that a handler which cancels its own token does not count as stopped.
         cancelled: interrupt.child_token(),
-    };
-    let handling = entry.handler.run(&claimed.payload, &delivery);
-    dispatch::run(handling, entry.timeout, &delivery, interrupt).await
+    })
 }
 
 fn decode_headers(headers: Option<&str>) -> Result<BTreeMap<String, String>, serde_json::Error> {
@@ -341,9 +365,10 @@ pub(crate) struct Engine<S: Store> {
 }
 
 /// What an engine is made from.
-pub(crate) struct Parts<S> {
+pub(crate) struct Parts<S: Store> {
     pub(crate) store: S,
     pub(crate) registry: Arc<Registry>,
+    pub(crate) transactional: Arc<Transactional<S::Connection>>,
     pub(crate) settings: Arc<Settings>,
     pub(crate) counters: Arc<Counters>,
     pub(crate) hooks: Arc<Hooks>,
@@ -358,6 +383,7 @@ impl<S: Store> Engine<S> {
         let shared = Arc::new(Shared {
             store: parts.store.clone(),
             registry: Arc::clone(&parts.registry),
+            transactional: Arc::clone(&parts.transactional),
             settings: Arc::clone(&parts.settings),
             counters: Arc::clone(&parts.counters),
             hooks: Arc::clone(&parts.hooks),

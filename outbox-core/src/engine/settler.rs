@@ -359,26 +359,36 @@ fn without_content((settlement, about, waiter): Pending) -> Pending {
 
 fn report<S: Store>(shared: &Shared<S>, batch: Vec<Pending>, answers: &[Settled]) {
     for ((settlement, about, waiter), answer) in batch.into_iter().zip(answers) {
-        shared.held.forget(settlement.lease);
         match answer {
-            Settled::Recorded => {
-                count_and_log(shared, &about, &settlement.outcome);
-                shared
-                    .hooks
-                    .settled(&SettledEvent::new(&about, &settlement.outcome));
-            }
-            Settled::LeaseLost => {
-                shared.counters.lease_lost.one();
-                tracing::warn!(
-                    event_id = %about.id,
-                    event_name = %about.name,
-                    attempt = about.attempt,
-                    "the lease was lost before the outcome could be recorded; nothing was changed"
-                );
-            }
+            Settled::Recorded => recorded(shared, settlement.lease, &about, &settlement.outcome),
+            Settled::LeaseLost => lost(shared, settlement.lease, &about),
         }
         drop(waiter);
     }
+}
+
+/// Lets go of an event whose outcome is stored, and says so.
+pub(super) fn recorded<S: Store>(
+    shared: &Shared<S>,
+    lease: HeldLease,
+    about: &About,
+    outcome: &Outcome,
+) {
+    shared.held.forget(lease);
+    count_and_log(shared, about, outcome);
+    shared.hooks.settled(&SettledEvent::new(about, outcome));
+}
+
+/// Lets go of an event that is somebody else's by now.
+pub(super) fn lost<S: Store>(shared: &Shared<S>, lease: HeldLease, about: &About) {
+    shared.held.forget(lease);
+    shared.counters.lease_lost.one();
+    tracing::warn!(
+        event_id = %about.id,
+        event_name = %about.name,
+        attempt = about.attempt,
+        "the lease was lost before the outcome could be recorded; nothing was changed"
+    );
 }
 
 fn count_and_log<S: Store>(shared: &Shared<S>, about: &About, outcome: &Outcome) {

@@ -70,7 +70,7 @@ pub(crate) struct Rhythm {
 }
 
 /// What the loops of a relay work with.
-pub(crate) struct RelayParts<S> {
+pub(crate) struct RelayParts<S: Store> {
     pub(crate) shared: Arc<Shared<S>>,
     pub(crate) concurrency: NonZeroU32,
     /// One for each handler that may run. Here, so that a claim loop which is started again after a
@@ -84,7 +84,7 @@ pub(crate) struct RelayParts<S> {
     pub(crate) stop: CancellationToken,
 }
 
-impl<S> RelayParts<S> {
+impl<S: Store> RelayParts<S> {
     pub(crate) fn rhythm(&self, cadence: Cadence) -> Rhythm {
         self.rhythms[cadence as usize]
     }

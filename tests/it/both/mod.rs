@@ -9,6 +9,7 @@ mod dead_letters;
 mod dispatch;
 mod publish;
 mod relay;
+mod transactional;
 mod uncommitted;
 mod versions;
 
@@ -27,7 +28,7 @@ use crate::support::{PgDb, SqliteDb};
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
 /// A database with an installed outbox and a table `orders (id bigint primary key, paid boolean)`.
-pub(crate) trait Database: Send + Sync + Sized {
+pub(crate) trait Database: Send + Sync + Sized + 'static {
     type Store: Store;
 
     fn new() -> impl Future<Output = Self> + Send;

@@ -11,6 +11,7 @@ mod log;
 mod relay;
 mod settle;
 mod shutdown;
+mod transactional;
 mod uncommitted;
 
 use outbox_core::testing::MemoryStore;

@@ -319,6 +319,8 @@ macro_rules! __store_contract_cases {
                 a_part_that_is_dropped_leaves_the_rest
                 an_outcome_lives_and_dies_with_its_transaction
                 an_outcome_through_a_transaction_is_fenced
+                an_outcome_of_a_claimed_event_lives_and_dies_with_the_callers_transaction
+                an_outcome_through_a_transaction_comes_too_late_for_a_lost_lease
                 a_failed_part_can_be_recorded_as_a_retry;
             lock:
                 one_instance_has_an_exclusive_lock

@@ -129,3 +129,58 @@ pub async fn a_failed_part_can_be_recorded_as_a_retry<H: Harness>(h: &H) {
     assert_eq!((claimed.id.row(), claimed.attempt.get()), (row, 2));
     assert_eq!(record(h, row).await.last_error.as_deref(), Some("down"));
 }
+
+/// A claimed event that is settled in a caller's transaction is processed once that commits. Until
+/// then, and after a rollback, it is its holder's.
+pub async fn an_outcome_of_a_claimed_event_lives_and_dies_with_the_callers_transaction<
+    H: Harness,
+>(
+    h: &H,
+) {
+    let store = h.store();
+    let row = publish(h, keyed("k")).await;
+    let lease = claim_one(h).await.lease();
+    let settlement = || Settlement {
+        lease,
+        outcome: processed_with("7"),
+    };
+    let mut tx = store.begin().await.unwrap();
+    let answers = store
+        .settle_through(&mut tx, &[settlement()])
+        .await
+        .unwrap();
+    assert_eq!(answers, [Settled::Recorded]);
+    store.rollback(tx).await.unwrap();
+    assert_eq!(record(h, row).await.state, EventState::InProgress);
+
+    let mut tx = store.begin().await.unwrap();
+    let answers = store
+        .settle_through(&mut tx, &[settlement()])
+        .await
+        .unwrap();
+    assert_eq!(answers, [Settled::Recorded]);
+    assert_eq!(record(h, row).await.state, EventState::InProgress);
+    store.commit(tx).await.unwrap();
+    let record = record(h, row).await;
+    assert_eq!(record.state, EventState::Processed);
+    assert_eq!(record.output.as_deref(), Some("7"));
+    assert_eq!(settle(h, lease, processed()).await, Settled::LeaseLost);
+}
+
+/// P5: whoever has lost the lease loses what its transaction wrote.
+pub async fn an_outcome_through_a_transaction_comes_too_late_for_a_lost_lease<H: Harness>(h: &H) {
+    let store = h.store();
+    let row = publish(h, event()).await;
+    let lost = claim_one(h).await.lease();
+    h.expire_lease(row).await;
+    let next = claim_one_as(h, "b").await.lease();
+    let mut tx = store.begin().await.unwrap();
+    let settlement = Settlement {
+        lease: lost,
+        outcome: processed(),
+    };
+    let answers = store.settle_through(&mut tx, &[settlement]).await.unwrap();
+    assert_eq!(answers, [Settled::LeaseLost]);
+    store.commit(tx).await.unwrap();
+    record_outcome(h, next, processed()).await;
+}

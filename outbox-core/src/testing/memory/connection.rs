@@ -23,6 +23,8 @@ pub struct MemoryTx<'t> {
 #[derive(Debug, Default)]
 pub struct MemoryConnection {
     staged: Vec<Row>,
+    /// Outcomes of committed rows.
+    settlements: Vec<Settlement>,
     aborted: bool,
 }
 
@@ -33,13 +35,13 @@ pub struct Savepoint(usize);
 /// A part of a transaction, and what is there again if it is undone.
 pub(super) struct MemoryPart<'c> {
     connection: &'c mut MemoryConnection,
-    before: Option<Vec<Row>>,
+    before: Option<(Vec<Row>, Vec<Settlement>)>,
 }
 
 impl<'c> MemoryPart<'c> {
     pub(super) fn begin(connection: &'c mut MemoryConnection) -> Self {
         Self {
-            before: Some(connection.staged.clone()),
+            before: Some((connection.staged.clone(), connection.settlements.clone())),
             connection,
         }
     }
@@ -63,8 +65,9 @@ impl Part<MemoryConnection> for MemoryPart<'_> {
 
 impl Drop for MemoryPart<'_> {
     fn drop(&mut self) {
-        if let Some(before) = self.before.take() {
-            self.connection.staged = before;
+        if let Some((staged, settlements)) = self.before.take() {
+            self.connection.staged = staged;
+            self.connection.settlements = settlements;
         }
     }
 }
@@ -83,6 +86,7 @@ impl MemoryTx<'_> {
             for row in self.connection.staged {
                 database.add(row, now);
             }
+            database.settle(&self.connection.settlements, now);
         }
     }
 }
@@ -125,20 +129,37 @@ impl MemoryConnection {
         self.aborted = true;
     }
 
-    /// Settles rows that this transaction has inserted: others it cannot hold.
-    pub(super) fn settle(&mut self, settlements: &[Settlement], now: SystemTime) -> Vec<Settled> {
-        let settle = |settlement: &Settlement| {
-            let held = self.staged.iter_mut().find(|row| {
-                row.is_unsettled()
-                    && row.columns.id.row() == settlement.lease.row
-                    && row.columns.lease_token == Some(settlement.lease.token)
-            });
-            held.map_or(Settled::LeaseLost, |row| {
-                row.settle(&settlement.outcome, now);
-                Settled::Recorded
-            })
-        };
+    /// Settles rows that this transaction has inserted at once, and committed ones when it commits.
+    pub(super) fn settle(
+        &mut self,
+        database: &mut Database,
+        settlements: &[Settlement],
+        now: SystemTime,
+    ) -> Vec<Settled> {
+        let settle = |settlement: &Settlement| self.settle_one(database, settlement, now);
         settlements.iter().map(settle).collect()
+    }
+
+    fn settle_one(
+        &mut self,
+        database: &mut Database,
+        settlement: &Settlement,
+        now: SystemTime,
+    ) -> Settled {
+        let lease = settlement.lease;
+        let inserted = self.staged.iter_mut().find(|row| {
+            row.is_unsettled()
+                && row.columns.id.row() == lease.row
+                && row.columns.lease_token == Some(lease.token)
+        });
+        if let Some(row) = inserted {
+            row.settle(&settlement.outcome, now);
+        } else if database.held(lease).is_some() {
+            self.settlements.push(settlement.clone());
+        } else {
+            return Settled::LeaseLost;
+        }
+        Settled::Recorded
     }
 
     pub(super) fn insert(

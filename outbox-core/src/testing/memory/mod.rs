@@ -277,11 +277,11 @@ impl Store for MemoryStore {
         connection: &mut MemoryConnection,
         settlements: &[Settlement],
     ) -> Result<Vec<Settled>, StoreError> {
-        self.run(Operation::SettleThrough, |_, now| {
+        self.run(Operation::SettleThrough, |database, now| {
             if self.shared.faults.refuses(settlements) {
                 return Err(Operation::SettleThrough.error(StoreErrorKind::Data));
             }
-            Ok(connection.settle(settlements, now))
+            Ok(connection.settle(database, settlements, now))
         })
         .await
     }

@@ -1,0 +1,123 @@
+//! Runs of handlers that write through a transaction, which settles their event too.
+//!
+//! What the handler wrote and that its event is processed commit together or not at all, and only
+//! while the lease token is still in the row: a process that has lost its lease loses its writes
+//! with it. So whatever happens, the effect in the database happens once.
+//!
+//! The transaction is the application's kind, on the application's connections, and is open for as
+//! long as the handler runs: the one exception to the rule that none is.
+
+use tokio_util::sync::CancellationToken;
+
+use crate::dispatch::{self, Cause, Finding};
+use crate::engine::settler;
+use crate::engine::{Shared, delivery};
+use crate::lease::HeldLease;
+use crate::outcome::ErrorText;
+use crate::registry::{Entry, ErasedTransactional};
+use crate::store::{Claimed, Settled, Settlement, Store, StoreError};
+
+/// Runs the handler, and commits what it wrote with its event's outcome. Answers with what is still
+/// to be recorded: a failure.
+pub(super) async fn run<S: Store>(
+    shared: &Shared<S>,
+    handler: &dyn ErasedTransactional<S::Connection>,
+    entry: &Entry,
+    claimed: &Claimed,
+    interrupt: &CancellationToken,
+) -> Option<Finding> {
+    let lease = claimed.lease();
+    let delivery = match delivery(entry, claimed, interrupt) {
+        Ok(delivery) => delivery,
+        Err(undecodable) => return Some(undecodable),
+    };
+    let mut tx = match shared.store.begin().await {
+        Ok(tx) => tx,
+        Err(error) => {
+            // Nothing has happened that an attempt could be charged for.
+            tracing::warn!(
+                event_id = %claimed.id,
+                error = %ErrorText::from(&error),
+                "no transaction was to be had for a handler; its event goes back"
+            );
+            give_back(shared, lease);
+            return None;
+        }
+    };
+    let handling = handler.run(&claimed.payload, &mut tx, &delivery);
+    match dispatch::run(handling, entry.timeout, &delivery, interrupt).await {
+        Some(Finding::Done(output)) => {
+            commit(shared, tx, lease, output).await;
+            None
+        }
+        finding => {
+            roll_back(shared, tx).await;
+            finding
+        }
+    }
+}
+
+fn give_back<S: Store>(shared: &Shared<S>, lease: HeldLease) {
+    if let Some(run) = shared.held.end_run(lease) {
+        shared.release(lease, run.waiter);
+    }
+}
+
+async fn commit<S: Store>(
+    shared: &Shared<S>,
+    mut tx: S::Tx<'static>,
+    lease: HeldLease,
+    output: String,
+) {
+    let Some(run) = shared.held.end_run(lease) else {
+        shared.refuse_late_result(lease);
+        return roll_back(shared, tx).await;
+    };
+    let about = &run.about;
+    let outcome = dispatch::decide(
+        Finding::Done(output),
+        about.attempt,
+        about.max_attempts,
+        &run.entry.backoff,
+        0.0,
+    );
+    let settlements = [Settlement { lease, outcome }];
+    let error = match shared.store.settle_through(&mut tx, &settlements).await {
+        Ok(answers) if answers == [Settled::Recorded] => match shared.store.commit(tx).await {
+            Ok(()) => {
+                let [Settlement { outcome, .. }] = &settlements;
+                return settler::recorded(shared, lease, about, outcome);
+            }
+            Err(error) => error,
+        },
+        Ok(_) => {
+            settler::lost(shared, lease, about);
+            return roll_back(shared, tx).await;
+        }
+        Err(error) => {
+            roll_back(shared, tx).await;
+            error
+        }
+    };
+    // It did not commit, or nobody knows. Recorded under the token: if it did, the row is gone, and
+    // nothing is changed.
+    shared.settle(lease, run, not_committed(&error));
+}
+
+fn not_committed(error: &StoreError) -> Finding {
+    Finding::Failed {
+        cause: Cause::Run,
+        error: ErrorText::new(&format_args!(
+            "what the handler wrote was not committed: {}",
+            ErrorText::from(error)
+        )),
+    }
+}
+
+/// Undoes what a handler wrote. That an error comes back matters to nobody: without a commit nothing
+/// is kept.
+async fn roll_back<S: Store>(shared: &Shared<S>, tx: S::Tx<'static>) {
+    if let Err(error) = shared.store.rollback(tx).await {
+        tracing::debug!(error = %ErrorText::from(&error), "a handler's transaction was not rolled back");
+    }
+}
