@@ -19,6 +19,7 @@
 //! examples      the programs a newcomer runs first
 //! event_set     the example of a closed set of events, told to its end
 //! versions      the example of an event that changes, told to its end
+//! transactional the example of a handler whose writes commit with its event
 //! slack_alerts  the example of alerts to a chat webhook, told to its end
 //! order_paid    the example with a broker that goes away and comes back
 //! ```
@@ -74,6 +75,9 @@ mod event_set;
 
 #[cfg(test)]
 mod versions;
+
+#[cfg(test)]
+mod transactional;
 
 #[cfg(test)]
 mod slack_alerts;
