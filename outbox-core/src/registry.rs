@@ -59,14 +59,24 @@ where
         connection: &mut C,
         delivery: &Delivery,
     ) -> Result<String, Failure> {
-        let event = E::decode(delivery.version, payload).map_err(Failure::Undecodable)?;
-        let output = self
-            .handler
-            .handle(event, connection, delivery)
-            .await
-            .map_err(Failure::Handler)?;
-        serde_json::to_string(&output).map_err(Failure::Output)
+        handle::<C, E, H>(&self.handler, payload, connection, delivery).await
     }
+}
+
+/// Decodes, handles through `connection`, and encodes the output.
+pub(crate) async fn handle<C, E, H>(
+    handler: &H,
+    payload: &str,
+    connection: &mut C,
+    delivery: &Delivery,
+) -> Result<String, Failure>
+where
+    E: OutboxEvent,
+    H: TransactionalHandler<C, E>,
+{
+    let event = E::decode(delivery.version, payload).map_err(Failure::Undecodable)?;
+    let handled = handler.handle(event, connection, delivery).await;
+    serde_json::to_string(&handled.map_err(Failure::Handler)?).map_err(Failure::Output)
 }
 
 pub(crate) fn transactional<C, E, H>(handler: H) -> Box<dyn ErasedTransactional<C>>

@@ -17,7 +17,7 @@ use crate::lease::{HeldLease, LeaseToken};
 use crate::outbox::no_answer;
 use crate::outcome::{DeadReason, ErrorText, Outcome};
 use crate::publish::{Duplicate, PublishError, PublishOptions, Published};
-use crate::registry::{Entry, Runner, Transactional};
+use crate::registry::{self, Entry, Runner, Transactional};
 use crate::store::{BornLease, NewEvent, Settled, Settlement, Store, StoreError};
 use crate::transaction::OutboxTx;
 
@@ -501,13 +501,7 @@ where
         connection: &mut C,
         delivery: &Delivery,
     ) -> Result<String, Failure> {
-        let event = E::decode(delivery.version, payload).map_err(Failure::Undecodable)?;
-        let output = self
-            .handler
-            .handle(event, connection, delivery)
-            .await
-            .map_err(Failure::Handler)?;
-        serde_json::to_string(&output).map_err(Failure::Output)
+        registry::handle::<C, E, H>(self.handler, payload, connection, delivery).await
     }
 }
 

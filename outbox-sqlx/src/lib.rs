@@ -58,6 +58,8 @@
 mod error;
 #[cfg(any(feature = "postgres", feature = "sqlite"))]
 mod ident;
+#[cfg(any(feature = "postgres", feature = "sqlite"))]
+mod part;
 
 #[cfg(feature = "postgres")]
 pub mod postgres;

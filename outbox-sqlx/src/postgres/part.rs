@@ -4,19 +4,12 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 
 use outbox_core::store::{Part, StoreError, StoreErrorKind};
-use sqlx::{Connection, Executor, PgConnection, Postgres, Transaction};
+use sqlx::{Connection, Executor, PgConnection};
 
 use super::sqlstate::failed;
+use crate::part::Savepoint;
 
 const DOING: &str = "set a savepoint";
-
-/// A savepoint, as sqlx keeps it: dropped, it is rolled back before the next statement.
-///
-/// One that is dropped while it is being kept may have ended already. The rollback then fails, and
-/// with it the whole transaction: nothing of it is kept by accident.
-struct PgPart<'c> {
-    savepoint: Transaction<'c, Postgres>,
-}
 
 /// Sets a savepoint. Dropping the future half way leaves one that nobody goes back to, which changes
 /// nothing.
@@ -34,8 +27,10 @@ pub(super) async fn begin<'c>(
     let usable = (&mut *connection).execute("SELECT").await;
     usable.map_err(|error| failed(DOING, error))?;
     let savepoint = NeverDropped::new(connection.begin()).await;
-    let savepoint = savepoint.map_err(|error| failed(DOING, error))?;
-    Ok(Box::new(PgPart { savepoint }))
+    Ok(Box::new(Savepoint {
+        transaction: savepoint.map_err(|error| failed(DOING, error))?,
+        failed,
+    }))
 }
 
 /// A future that is forgotten where it would be dropped before its end.
@@ -76,33 +71,5 @@ impl<F> Drop for NeverDropped<F> {
         if let Some(future) = self.future.take() {
             std::mem::forget(future);
         }
-    }
-}
-
-type Ending<'a> = Pin<Box<dyn Future<Output = Result<(), StoreError>> + Send + 'a>>;
-
-impl Part<PgConnection> for PgPart<'_> {
-    fn connection(&mut self) -> &mut PgConnection {
-        &mut self.savepoint
-    }
-
-    fn keep<'a>(self: Box<Self>) -> Ending<'a>
-    where
-        Self: 'a,
-    {
-        Box::pin(async move {
-            let kept = self.savepoint.commit().await;
-            kept.map_err(|error| failed("keep a part of a transaction", error))
-        })
-    }
-
-    fn undo<'a>(self: Box<Self>) -> Ending<'a>
-    where
-        Self: 'a,
-    {
-        Box::pin(async move {
-            let undone = self.savepoint.rollback().await;
-            undone.map_err(|error| failed("undo a part of a transaction", error))
-        })
     }
 }
