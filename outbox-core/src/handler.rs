@@ -83,11 +83,14 @@ where
     }
 }
 
-/// Handles events of type `E` with writes of its own to the database of type `C`.
+/// Handles events of type `E` with writes to this database, through a connection of type `C` (the
+/// store's own: `PgConnection`, `SqliteConnection`) that is inside a transaction.
 ///
-/// It writes through `connection`, which is inside a savepoint: if it fails, panics, overruns its
-/// timeout or is dropped, what it wrote is undone, and nothing else of the transaction is. For
-/// [`OutboxTx::dispatch_uncommitted_with`](crate::OutboxTx::dispatch_uncommitted_with).
+/// Registered with [`OutboxBuilder::on_transactional`](crate::OutboxBuilder::on_transactional), it is
+/// given a transaction of its own, which also settles the event. In
+/// [`OutboxTx::dispatch_uncommitted_with`](crate::OutboxTx::dispatch_uncommitted_with) it is given the
+/// caller's, inside a savepoint. Either way, if it fails, panics, overruns its timeout or is dropped,
+/// what it wrote is undone, and nothing else.
 ///
 /// It must not commit or roll back, and has to leave the transaction usable: one that returns `Ok`
 /// although a statement of it failed, in a way that PostgreSQL aborts the transaction for, has
@@ -231,7 +234,8 @@ impl Delivery {
         self.version
     }
 
-    /// Which attempt this is, from 1. Anything above 1 may be a redelivery after the effect.
+    /// Which attempt this is, from 1. Anything above 1 may be a redelivery after the effect. So may 1:
+    /// a dead letter that is requeued begins again.
     #[must_use]
     pub fn attempt(&self) -> NonZeroU32 {
         self.attempt

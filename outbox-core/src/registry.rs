@@ -357,7 +357,8 @@ impl fmt::Display for BuildError {
                 lease,
             } => write!(
                 f,
-                "the handler of `{event}` may run {timeout:?}, longer than the lease of {lease:?}"
+                "the handler of `{event}` may run {timeout:?}, longer than the lease of {lease:?}: lower \
+                 its `timeout`, or raise `lease`"
             ),
             Self::InvalidCount {
                 setting,
@@ -451,7 +452,8 @@ mod tests {
     fn a_handler_may_not_run_longer_than_the_lease() {
         check_refused(
             vec![registration::<Slow>()],
-            "the handler of `slow` may run 61s, longer than the lease of 60s",
+            "the handler of `slow` may run 61s, longer than the lease of 60s: lower its `timeout`, or \
+             raise `lease`",
         );
     }
 
