@@ -14,7 +14,7 @@ use crate::engine::settler::{About, Ending};
 use crate::lease::LeaseToken;
 use crate::outcome::{DeadReason, ErrorText, Outcome};
 use crate::relay::RelayParts;
-use crate::relay::claim::{self, Reserve};
+use crate::relay::claim::{self, Reserve, stoppable};
 use crate::settings::LEASE_MAX;
 use crate::store::{
     LEASE_ENDED, LowWater, Pass, Store, StoreError, StoreErrorKind, SweepChunk, SweepRequest,
@@ -253,6 +253,7 @@ impl<S: Store> Running<'_, S> {
         let mut limit = PURGE;
         for _ in 0..statements {
             self.parts.go_on()?;
+            let begun = Instant::now();
             let purged = match self.parts.shared.store.purge(self.pass, limit).await {
                 Err(error) if is_too_slow(&error, &mut limit) => continue,
                 purged => purged?.ok_or(Cut::StoodDown)?,
@@ -261,6 +262,9 @@ impl<S: Store> Running<'_, S> {
             if purged < u64::from(limit.get()) {
                 break;
             }
+            // As long again belongs to the others: where there is one writer at a time, a publisher
+            // that looks for the lock now and then would find it taken for as long as this lasts.
+            stoppable(self.parts, tokio::time::sleep(begun.elapsed())).await;
         }
         Ok(())
     }
