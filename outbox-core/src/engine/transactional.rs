@@ -15,7 +15,7 @@ use crate::engine::{Shared, delivery};
 use crate::lease::HeldLease;
 use crate::outcome::ErrorText;
 use crate::registry::{Entry, ErasedTransactional};
-use crate::store::{Claimed, Settled, Settlement, Store, StoreError};
+use crate::store::{Claimed, Settled, Settlement, Store, StoreError, StoreErrorKind};
 
 /// Runs the handler, and commits what it wrote with its event's outcome. Answers with what is still
 /// to be recorded: a failure.
@@ -65,7 +65,7 @@ fn give_back<S: Store>(shared: &Shared<S>, lease: HeldLease) {
 
 async fn commit<S: Store>(
     shared: &Shared<S>,
-    mut tx: S::Tx<'static>,
+    tx: S::Tx<'static>,
     lease: HeldLease,
     output: String,
 ) {
@@ -81,27 +81,48 @@ async fn commit<S: Store>(
         &run.entry.backoff,
         0.0,
     );
-    let settlements = [Settlement { lease, outcome }];
-    let error = match shared.store.settle_through(&mut tx, &settlements).await {
-        Ok(answers) if answers == [Settled::Recorded] => match shared.store.commit(tx).await {
-            Ok(()) => {
-                let [Settlement { outcome, .. }] = &settlements;
-                return settler::recorded(shared, lease, about, outcome);
-            }
-            Err(error) => error,
+    // Nobody watches a run that has ended, and its lease is renewed until its outcome is stored: a
+    // connection that never answers would keep the event in progress for ever.
+    let limit = shared.settings.lease;
+    let recording = record(
+        shared,
+        tx,
+        Settlement {
+            lease,
+            outcome: outcome.clone(),
         },
-        Ok(_) => {
-            settler::lost(shared, lease, about);
-            return roll_back(shared, tx).await;
-        }
-        Err(error) => {
-            roll_back(shared, tx).await;
-            error
-        }
+    );
+    let error = match tokio::time::timeout(limit, recording).await {
+        Ok(Ok(Settled::Recorded)) => return settler::recorded(shared, lease, about, &outcome),
+        Ok(Ok(Settled::LeaseLost)) => return settler::lost(shared, lease, about),
+        Ok(Err(error)) => error,
+        Err(_) => StoreError::new(StoreErrorKind::TimedOut, "commit what a handler wrote"),
     };
     // It did not commit, or nobody knows. Recorded under the token: if it did, the row is gone, and
     // nothing is changed.
     shared.settle(lease, run, not_committed(&error));
+}
+
+/// Settles the event in the handler's transaction, and commits that if the lease still is ours.
+async fn record<S: Store>(
+    shared: &Shared<S>,
+    mut tx: S::Tx<'static>,
+    settlement: Settlement,
+) -> Result<Settled, StoreError> {
+    match shared.store.settle_through(&mut tx, &[settlement]).await {
+        Ok(answers) if answers == [Settled::Recorded] => {
+            shared.store.commit(tx).await?;
+            Ok(Settled::Recorded)
+        }
+        Ok(_) => {
+            roll_back(shared, tx).await;
+            Ok(Settled::LeaseLost)
+        }
+        Err(error) => {
+            roll_back(shared, tx).await;
+            Err(error)
+        }
+    }
 }
 
 fn not_committed(error: &StoreError) -> Finding {

@@ -168,6 +168,28 @@ async fn a_commit_that_fails_is_a_failed_attempt() {
     );
 }
 
+/// P7: a connection that never answers its COMMIT does not keep the event in progress for ever.
+#[tokio::test(start_paused = true)]
+async fn p7_a_commit_that_never_comes_back_is_given_up_after_a_lease() {
+    let store = MemoryStore::new();
+    let (outbox, mut outcomes, _) = told(builder(&store), |_| Step::Return(Ok(())));
+    publish_for_relays(&outbox, &Ticked { n: 1 }).await;
+    let black_hole = store.hold(Operation::Commit);
+    let _relay = outbox.relay().start().await.unwrap();
+    black_hole.arrived(1).await;
+    let outcome = outcomes.recv().await.unwrap();
+    assert!(
+        matches!(&outcome.result, SettledResult::Retry { error, .. }
+            if error.contains("no answer from the database in time")),
+        "{outcome:?}"
+    );
+    drop(black_hole);
+    assert_eq!(
+        outcomes.recv().await.unwrap().result,
+        SettledResult::Processed
+    );
+}
+
 /// Nobody knows whether it committed: the row does, and it is not run again.
 #[tokio::test(start_paused = true)]
 async fn a_commit_whose_answer_is_lost_is_not_repeated() {
