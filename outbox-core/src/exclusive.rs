@@ -222,7 +222,6 @@ async fn keep<S: Store>(
     loop {
         let ends = tokio::select! {
             () = over.cancelled() => true,
-            () = shared.closing.cancelled() => true,
             () = tokio::time::sleep(KEEP_EVERY) => false,
         };
         // Once more at the end, so that a loss which nobody has seen yet is not taken for a tenure.
@@ -248,9 +247,6 @@ async fn keep<S: Store>(
         if ends || tenure.is_lost() {
             break;
         }
-    }
-    if shared.closing.is_cancelled() {
-        tenure.lose();
     }
     if let Err(error) = lock.release().await {
         tracing::debug!(
