@@ -1,13 +1,10 @@
 //! Parts of a caller's transaction: savepoints.
 
-use std::pin::Pin;
-use std::task::{Context, Poll};
-
 use outbox_core::store::{Part, StoreError, StoreErrorKind};
 use sqlx::{Connection, Executor, PgConnection};
 
 use super::sqlstate::failed;
-use crate::part::Savepoint;
+use crate::part::{NeverDropped, Savepoint};
 
 const DOING: &str = "set a savepoint";
 
@@ -26,50 +23,10 @@ pub(super) async fn begin<'c>(
     // error has aborted it always fails, so such a one is found out first.
     let usable = (&mut *connection).execute("SELECT").await;
     usable.map_err(|error| failed(DOING, error))?;
-    let savepoint = NeverDropped::new(connection.begin()).await;
+    // Forgotten where it would be dropped, all that is left of it is a savepoint on the server.
+    let savepoint = NeverDropped::new(connection.begin(), std::mem::forget).await;
     Ok(Box::new(Savepoint {
         transaction: savepoint.map_err(|error| failed(DOING, error))?,
         failed,
     }))
-}
-
-/// A future that is forgotten where it would be dropped before its end.
-///
-/// sqlx's `begin`, dropped before it has an answer, undoes what it takes for the transaction it has
-/// just begun: in a transaction, that is the whole of it. What the caller sends next would be in
-/// none, and kept one statement at a time. Forgotten, all that is left is a savepoint on the server.
-struct NeverDropped<F> {
-    /// `None` once it has ended.
-    future: Option<Pin<Box<F>>>,
-}
-
-impl<F: Future> NeverDropped<F> {
-    fn new(future: F) -> Self {
-        Self {
-            future: Some(Box::pin(future)),
-        }
-    }
-}
-
-impl<F: Future> Future for NeverDropped<F> {
-    type Output = F::Output;
-
-    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<F::Output> {
-        let Some(future) = &mut self.future else {
-            return Poll::Pending;
-        };
-        let polled = future.as_mut().poll(context);
-        if polled.is_ready() {
-            self.future = None;
-        }
-        polled
-    }
-}
-
-impl<F> Drop for NeverDropped<F> {
-    fn drop(&mut self) {
-        if let Some(future) = self.future.take() {
-            std::mem::forget(future);
-        }
-    }
 }
