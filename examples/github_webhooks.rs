@@ -30,7 +30,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use anyhow::{Context, anyhow, ensure};
+use anyhow::{Context, anyhow, bail, ensure};
 use outbox_core::{
     Delivery, Handler, HandlerError, Outbox, OutboxEvent, Published, SettledResult, Store,
 };
@@ -80,6 +80,7 @@ async fn run<S: Inbox>(store: S, webhooks: &[WebhookReceived]) -> anyhow::Result
         match answer {
             Published::Inserted(_) => published += 1,
             Published::Duplicate(_) => kind.duplicates += 1,
+            Published::KeyReused(_) => bail!("line {line}: a delivery id with another payload"),
         }
     }
     for _ in 0..published {

@@ -14,7 +14,7 @@ pub use serde;
 
 pub use crate::backoff::Backoff;
 pub use crate::coverage::{Here, Left, NoHandler, Right, SetOf};
-pub use crate::event::{EVENT_NAME_MAX, OutboxEvent, Priority};
+pub use crate::event::{BehindDead, EVENT_NAME_MAX, OutboxEvent, Priority};
 pub use crate::event_set::{
     DecodeError, EventOf, EventSet, decoded, has_name, share_a_name, unknown_name,
 };

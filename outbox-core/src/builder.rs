@@ -11,6 +11,7 @@ use crate::coverage::{HandlersOf, Register, SetOf};
 use crate::engine::Parts;
 use crate::event_set::{AnyEvent, EventOf};
 use crate::handler::{Handler, TransactionalHandler};
+use crate::handler_options::HandlerOptions;
 use crate::outbox::Outbox;
 use crate::registry::{BuildError, Registration, Registry, Runner, Transactional, transactional};
 use crate::settings::{Draft, Threads};
@@ -49,13 +50,76 @@ impl<S: Store, Set, Handlers> OutboxBuilder<S, Set, Handlers> {
     /// If the outbox has a closed set, the event must be a member of it. A member that nobody
     /// publishes any more stays in the set, with its handler, until its last row is settled.
     pub fn on<E: EventOf<Set>, H: Handler<E>>(
-        mut self,
+        self,
         handler: H,
     ) -> OutboxBuilder<S, Set, Handlers::Registered>
     where
         Handlers: Register<E::Place>,
     {
-        self.registrations.push(Registration::new::<E>(handler));
+        self.on_with(HandlerOptions::new(), handler)
+    }
+
+    /// Registers one of several handlers of an event type, under a name of its own:
+    /// [`on_with`](Self::on_with) says what follows from that.
+    pub fn on_named<E: EventOf<Set>, H: Handler<E>>(
+        self,
+        name: &'static str,
+        handler: H,
+    ) -> OutboxBuilder<S, Set, Handlers::Registered>
+    where
+        Handlers: Register<E::Place>,
+    {
+        self.on_with(HandlerOptions::named(name), handler)
+    }
+
+    /// Registers a handler with options of its own: a name, limits, a circuit breaker.
+    ///
+    /// # Several handlers of one event
+    ///
+    /// An event type can have several handlers, if each has a name. Publishing still writes one row.
+    /// The first process that takes it gives each handler a row of its own, before any of them runs,
+    /// and from there on they have nothing to do with each other: each has its own attempts, backoff,
+    /// timeout and dead letter. One that fails, or kills the process, never makes the others run
+    /// again.
+    ///
+    /// Which handlers an event has is decided then, by that process: a handler that is added in a new
+    /// release gets what is split from then on. What was split for a handler that no process has any
+    /// more waits, and sweeps report it.
+    ///
+    /// Each handler's [`Delivery::event_id`](crate::Delivery::event_id) is its own, so that two of
+    /// them can use it as the key of their effects.
+    /// [`Delivery::origin`](crate::Delivery::origin) is the id that the publisher was given. All
+    /// handlers return the event's output; the one that is kept, and told to whoever publishes the
+    /// dedup key again, is that of the first registered, or of the
+    /// [primary](HandlerOptions::primary) one.
+    ///
+    /// ```
+    /// # use outbox_core::testing::MemoryStore;
+    /// # use outbox_core::{HandlerError, HandlerOptions, Outbox, OutboxEvent};
+    /// # use serde::{Deserialize, Serialize};
+    /// #[derive(Serialize, Deserialize, OutboxEvent)]
+    /// struct OrderPaid {
+    ///     order_id: u64,
+    /// }
+    ///
+    /// let outbox = Outbox::builder(MemoryStore::new())
+    ///     .on_named("ledger", |_: OrderPaid| async { Ok::<_, HandlerError>(()) })
+    ///     .on_with(HandlerOptions::named("email").max_attempts(3), |_: OrderPaid| async {
+    ///         Ok::<_, HandlerError>(())
+    ///     })
+    ///     .build()?;
+    /// # Ok::<_, outbox_core::BuildError>(())
+    /// ```
+    pub fn on_with<E: EventOf<Set>, H: Handler<E>>(
+        mut self,
+        options: HandlerOptions,
+        handler: H,
+    ) -> OutboxBuilder<S, Set, Handlers::Registered>
+    where
+        Handlers: Register<E::Place>,
+    {
+        let registration = Registration::new::<E>(options, handler);
+        self.registrations.push(registration);
         self.registered()
     }
 
@@ -73,7 +137,20 @@ impl<S: Store, Set, Handlers> OutboxBuilder<S, Set, Handlers> {
     /// every other writer waits: keep it short. Where none is to be had, the event goes back,
     /// uncharged.
     pub fn on_transactional<E: EventOf<Set>, H>(
+        self,
+        handler: H,
+    ) -> OutboxBuilder<S, Set, Handlers::Registered>
+    where
+        Handlers: Register<E::Place>,
+        H: TransactionalHandler<S::Connection, E> + 'static,
+    {
+        self.on_transactional_with(HandlerOptions::new(), handler)
+    }
+
+    /// Registers such a handler with options of its own, as [`on_with`](Self::on_with) does.
+    pub fn on_transactional_with<E: EventOf<Set>, H>(
         mut self,
+        options: HandlerOptions,
         handler: H,
     ) -> OutboxBuilder<S, Set, Handlers::Registered>
     where
@@ -81,9 +158,10 @@ impl<S: Store, Set, Handlers> OutboxBuilder<S, Set, Handlers> {
         H: TransactionalHandler<S::Connection, E> + 'static,
     {
         let handler = transactional::<_, E, _>(handler);
+        let key = (E::NAME, options.name);
         self.registrations
-            .push(Registration::of::<E>(Runner::Transactional));
-        self.transactional.insert(E::NAME, handler);
+            .push(Registration::of::<E>(options, Runner::Transactional));
+        self.transactional.insert(key, handler);
         self.registered()
     }
 
@@ -270,9 +348,9 @@ impl<S: Store, Set, Handlers> OutboxBuilder<S, Set, Handlers> {
     ///
     /// # Errors
     ///
-    /// Returns [`BuildError`] if two handlers were registered for one event name, if an alias is a
-    /// name or an alias of another event, if a handler may run longer than the lease, or if a setting
-    /// is out of its bounds.
+    /// Returns [`BuildError`] if several handlers were registered for one event name and not each
+    /// has a name of its own, if an alias is a name or an alias of another event, if a handler may
+    /// run longer than the lease, or if a setting is out of its bounds.
     pub fn build<Members>(self) -> Result<Outbox<S, Set>, BuildError>
     where
         Set: SetOf<Members>,

@@ -54,8 +54,11 @@ pub struct PassReport {
     /// Leases that ended later than any lease can, and were cut.
     pub cut_leases: u64,
     /// How many unsettled events of each name this process leaves alone: it has no handler for the
-    /// name, or reads no version as late as theirs.
+    /// name, does not have the one they were split for, or reads no version as late as theirs.
     pub unhandled: BTreeMap<String, u64>,
+    /// Of the names in `unhandled`, the handlers that events were split for and that are not here,
+    /// with how many wait for each: a handler was removed, or got another name.
+    pub missing_handlers: BTreeMap<(String, String), u64>,
     /// Of the names in `unhandled`, those that have a handler here, and the newest version found.
     pub later_versions: BTreeMap<String, NonZeroU32>,
     /// Settled events and dedup keys removed.

@@ -429,6 +429,10 @@ pub struct DeadLetter {
     pub id: EventId,
     /// The event name.
     pub name: String,
+    /// The handler that gave up on it, if its event has several.
+    pub handler: Option<String>,
+    /// The id of the event that it was split from, if that is another row.
+    pub origin: Option<EventId>,
     /// The version of the payload's shape.
     pub version: NonZeroU32,
     /// Why it is dead, as stored: [`reason`](Self::reason) reads it.
@@ -463,6 +467,8 @@ impl DeadLetter {
         Self {
             id,
             name,
+            handler: None,
+            origin: None,
             version,
             reason_text: String::new(),
             last_error: String::new(),
@@ -487,6 +493,7 @@ impl DeadLetter {
 #[must_use]
 pub struct DeadLetterFilter {
     event: Option<String>,
+    handler: Option<String>,
     reason: Option<DeadReason>,
     older_than: Option<Duration>,
     newer_than: Option<Duration>,
@@ -502,6 +509,12 @@ impl DeadLetterFilter {
     /// Only events of this name.
     pub fn event(mut self, name: impl Into<String>) -> Self {
         self.event = Some(name.into());
+        self
+    }
+
+    /// Only those of the handler of this name.
+    pub fn handler(mut self, name: impl Into<String>) -> Self {
+        self.handler = Some(name.into());
         self
     }
 
@@ -531,7 +544,7 @@ impl DeadLetterFilter {
 
     /// No stored text contains U+0000, and PostgreSQL refuses to be asked for one.
     fn means_none(&self) -> bool {
-        let texts = [&self.event, &self.error_contains];
+        let texts = [&self.event, &self.handler, &self.error_contains];
         texts.into_iter().flatten().any(|text| text.contains('\0'))
     }
 
@@ -539,6 +552,12 @@ impl DeadLetterFilter {
     #[must_use]
     pub fn event_asked(&self) -> Option<&str> {
         self.event.as_deref()
+    }
+
+    /// The handler asked for.
+    #[must_use]
+    pub fn handler_asked(&self) -> Option<&str> {
+        self.handler.as_deref()
     }
 
     /// The reason asked for.

@@ -87,6 +87,15 @@ pub trait OutboxEvent: Serialize + DeserializeOwned + Send + Sync + 'static {
     /// Defaults to the publishing outbox's setting. Stored in the row; zero keeps nothing.
     const RETENTION: Option<Duration> = None;
 
+    /// How long an event is worth handling, from its publish. Defaults to `None`: for ever.
+    ///
+    /// [`PublishOptions::expires_in`](crate::PublishOptions::expires_in) says what becomes of it.
+    const EXPIRES_IN: Option<Duration> = None;
+
+    /// What becomes of later events of its ordering key should an event of this type end as a dead
+    /// letter. Stored in the row. Defaults to [`BehindDead::Block`].
+    const BEHIND_DEAD: BehindDead = BehindDead::Block;
+
     /// Turns a stored payload into the event.
     ///
     /// `version` is that of the row, which is at most [`VERSION`](Self::VERSION). By default no
@@ -110,9 +119,17 @@ pub trait OutboxEvent: Serialize + DeserializeOwned + Send + Sync + 'static {
         None
     }
 
-    /// Events that share this key belong in one order. Defaults to `None`.
+    /// Events that share this key are handled one after the other, in the order in which their
+    /// transactions commit, by however many processes. Defaults to `None`: in no order.
     ///
-    /// Stored with the row. It does not yet influence when an event is claimed.
+    /// It belongs to no event name: events of different types with one key are in one order. Nor
+    /// does a delay or a priority change the order: later events of the key wait behind an event
+    /// that is delayed, running, or between two attempts. What happens behind a dead letter is
+    /// said by [`BEHIND_DEAD`](Self::BEHIND_DEAD). Publishing waits for open transactions that have
+    /// published the same key.
+    ///
+    /// A key longer than [`KEY_MAX`](crate::key::KEY_MAX) bytes is stored as its SHA-256, never
+    /// cut.
     fn ordering_key(&self) -> Option<String> {
         None
     }
@@ -191,6 +208,17 @@ impl Priority {
             _ => None,
         }
     }
+}
+
+/// What becomes of later events of an ordering key when an event ends as a dead letter.
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
+pub enum BehindDead {
+    /// They wait until a person has requeued or discarded it. For steps that make no sense without
+    /// the one before.
+    #[default]
+    Block,
+    /// They go on without it. For updates of which the last one counts.
+    Skip,
 }
 
 /// Names one event for ever, across redeliveries, databases and brokers.

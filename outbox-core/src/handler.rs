@@ -203,7 +203,10 @@ impl fmt::Display for HandlerError {
 #[derive(Clone, Debug)]
 pub struct Delivery {
     pub(crate) event_id: EventId,
+    /// The row that its own was split from, or its own.
+    pub(crate) origin: EventId,
     pub(crate) event_name: &'static str,
+    pub(crate) handler: Option<&'static str>,
     pub(crate) version: NonZeroU32,
     pub(crate) attempt: NonZeroU32,
     pub(crate) max_attempts: NonZeroU32,
@@ -216,9 +219,24 @@ impl Delivery {
     /// The event's id: the same for every attempt, on every instance, and unique across
     /// databases. Hand it to a broker as its dedup id, or keep it beside an effect to recognise a
     /// redelivery.
+    ///
+    /// Where an event has several handlers, each has an id of its own, so that their effects are not
+    /// taken for one another.
     #[must_use]
     pub fn event_id(&self) -> EventId {
         self.event_id
+    }
+
+    /// The id that the publisher was given: the same for all handlers of the event.
+    #[must_use]
+    pub fn origin(&self) -> EventId {
+        self.origin
+    }
+
+    /// The name that this handler is registered under, if it has one.
+    #[must_use]
+    pub fn handler(&self) -> Option<&'static str> {
+        self.handler
     }
 
     /// The stable name of the event's type. Its present one, whatever name its row was published

@@ -92,12 +92,17 @@ use std::time::Duration;
 
 pub mod event;
 mod event_set;
+pub mod fingerprint;
 pub mod key;
 mod version;
 
 pub mod handler;
+mod handler_options;
+mod lane;
 mod registry;
 
+mod cancel;
+mod progress;
 pub mod publish;
 mod transaction;
 mod uncommitted;
@@ -117,6 +122,7 @@ pub mod cadence;
 pub mod dead_letter;
 mod exclusive;
 pub mod lock;
+mod pause;
 pub mod stats;
 
 pub mod lease;
@@ -135,25 +141,31 @@ pub mod __private;
 pub use crate::backoff::Backoff;
 pub use crate::builder::OutboxBuilder;
 pub use crate::cadence::{Cadence, PassReport};
+pub use crate::cancel::Cancellation;
 pub use crate::counters::Snapshot;
 pub use crate::dead_letter::{
     BulkError, Changed, DeadLetter, DeadLetterCursor, DeadLetterFilter, DeadLetterPage,
     DeadLetters, Requeue,
 };
 pub use crate::engine::ShutdownError;
-pub use crate::event::{EventId, OutboxEvent, Priority};
+pub use crate::event::{BehindDead, EventId, OutboxEvent, Priority};
 pub use crate::event_set::{AnyEvent, DecodeError, EventOf, EventSet};
 pub use crate::exclusive::{EXCLUSIVE_NAME_MAX, Exclusive, ExclusiveError, LockError, Tenure};
 pub use crate::handler::{Delivery, Handler, HandlerError, TransactionalHandler};
+pub use crate::handler_options::{CircuitBreaker, HANDLER_NAME_MAX, HandlerOptions};
 pub use crate::lock::LockId;
-pub use crate::outbox::{DirectError, Dispatching, Outbox};
+pub use crate::outbox::{BLOCKED_KEYS_MAX, DirectError, Dispatching, Outbox};
 pub use crate::outcome::DeadReason;
+pub use crate::pause::Pauses;
+pub use crate::progress::{OutputError, Progress, WaitError};
 pub use crate::publish::{Duplicate, PublishError, PublishOptions, Published};
 pub use crate::registry::BuildError;
 pub use crate::relay::{Relay, RelayBuilder, RelayError};
 pub use crate::settled::{DeadEvent, SettledEvent, SettledResult, UndecodableEvent};
 pub use crate::stats::{EventCounts, Stats};
-pub use crate::store::{EventRecord, EventState, Store, StoreError, StoreErrorKind};
+pub use crate::store::{
+    BlockedKey, EventRecord, EventState, Pause, PauseRef, Store, StoreError, StoreErrorKind,
+};
 pub use crate::transaction::OutboxTx;
 pub use crate::uncommitted::{Handled, Uncommitted};
 pub use crate::version::PayloadError;

@@ -2,6 +2,7 @@
 
 use std::fmt;
 use std::marker::PhantomData;
+use std::num::NonZeroU32;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -22,8 +23,11 @@ use crate::registry::{Entry, Registry, Runner, Transactional};
 use crate::relay::RelayBuilder;
 use crate::settings::Settings;
 use crate::stats::Stats;
-use crate::store::{EventRecord, NewEvent, Store, StoreError};
+use crate::store::{BlockedKey, EventRecord, NewEvent, Store, StoreError};
 use crate::transaction::OutboxTx;
+
+/// The most keys that [`Outbox::blocked_keys`] lists.
+pub const BLOCKED_KEYS_MAX: NonZeroU32 = NonZeroU32::new(1_000).unwrap();
 
 /// Publishes events and dispatches them.
 ///
@@ -269,7 +273,8 @@ impl<S: Store, Set> Outbox<S, Set> {
     /// # Errors
     ///
     /// Returns [`DirectError`] if there is no handler, the event cannot be written as JSON, or the
-    /// handler failed, panicked or overran its timeout.
+    /// handler failed, panicked or overran its timeout. Where there are several, all of them run, side
+    /// by side; the output is that of the primary one, and the error that of the first that failed.
     ///
     /// # Panics
     ///
@@ -285,18 +290,38 @@ impl<S: Store, Set> Outbox<S, Set> {
         let Parts {
             registry, settings, ..
         } = &self.inner.parts;
-        let Some(entry) = registry.reading(E::NAME, E::VERSION) else {
+        let Some(handlers) = registry.reading(E::NAME, E::VERSION) else {
             return Err(DirectError::NoHandler { event: E::NAME });
         };
         let payload =
             publish::payload(event, settings.payload_max).map_err(DirectError::Invalid)?;
+        let origin = EventId::new(uuid::Uuid::new_v4(), 0);
+        let runs = (0..).zip(handlers.all());
+        let runs = runs.map(|(n, entry)| {
+            let id = EventId::new(origin.installation(), n);
+            self.run_directly::<E>(entry, id, origin, &payload)
+        });
+        let outputs = futures_util::future::join_all(runs).await;
+        let mut outputs = outputs.into_iter().collect::<Result<Vec<_>, _>>()?;
+        Ok(outputs.swap_remove(0))
+    }
+
+    async fn run_directly<E: OutboxEvent>(
+        &self,
+        entry: &Entry,
+        event_id: EventId,
+        origin: EventId,
+        payload: &str,
+    ) -> Result<E::Output, DirectError> {
         let interrupt = CancellationToken::new();
         let delivery = Delivery {
-            event_id: EventId::new(uuid::Uuid::new_v4(), 0),
+            event_id,
+            origin,
             event_name: entry.name,
+            handler: entry.handler,
             version: E::VERSION,
-            attempt: std::num::NonZeroU32::MIN,
-            max_attempts: std::num::NonZeroU32::MIN,
+            attempt: NonZeroU32::MIN,
+            max_attempts: NonZeroU32::MIN,
             first_published_at: None,
             headers: std::collections::BTreeMap::new(),
             cancelled: interrupt.child_token(),
@@ -309,11 +334,11 @@ impl<S: Store, Set> Outbox<S, Set> {
         };
         let finding = match &entry.runner {
             Runner::Plain(handler) => {
-                let handling = handler.run(&payload, &delivery);
+                let handling = handler.run(payload, &delivery);
                 dispatch::run(handling, entry.timeout, &delivery, &interrupt).await
             }
             Runner::Transactional => self
-                .run_in_transaction(entry, &payload, &delivery, &interrupt)
+                .run_in_transaction(entry, payload, &delivery, &interrupt)
                 .await
                 .map_err(|error| failed(ErrorText::from(&error)))?,
         };
@@ -333,7 +358,7 @@ impl<S: Store, Set> Outbox<S, Set> {
         delivery: &Delivery,
         interrupt: &CancellationToken,
     ) -> Result<Option<Finding>, StoreError> {
-        let Some(handler) = self.inner.parts.transactional.get(entry.name) else {
+        let Some(handler) = self.inner.parts.transactional.get(&entry.key()) else {
             return Ok(None);
         };
         let mut tx = self.store().begin().await?;
@@ -420,6 +445,30 @@ impl<S: Store, Set> Outbox<S, Set> {
         })
     }
 
+    /// Lists the ordering keys that are blocked by an event that has failed or is dead, the longest
+    /// blocked first: at most [`BLOCKED_KEYS_MAX`].
+    ///
+    /// A key whose first event waits for its retry frees itself. One with a dead letter at its head
+    /// waits for a person: [`requeue`](crate::DeadLetters::requeue) has it handled again, and
+    /// [`discard`](crate::DeadLetters::discard) lets the key go on without it. One at whose head is
+    /// an event that nobody handles is not listed: sweeps report it.
+    ///
+    /// # Errors
+    ///
+    /// Returns the store's error.
+    ///
+    /// # Panics
+    ///
+    /// Panics outside of a Tokio runtime.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future loses nothing but the answer.
+    pub async fn blocked_keys(&self) -> Result<Vec<BlockedKey>, StoreError> {
+        self.ask_alone(|store| async move { store.blocked_keys(BLOCKED_KEYS_MAX).await })
+            .await
+    }
+
     /// Asks the store something for a person or a tool: one question at a time, so that they leave
     /// the store's connections to the renewal.
     pub(crate) async fn ask_alone<T, F>(
@@ -489,7 +538,10 @@ impl<S: Store, Set> Outbox<S, Set> {
             return Ok(Vec::new());
         }
         let answers = self.inner.parts.store.insert(connection, rows).await?;
-        Ok(answers.into_iter().map(Published::from_insertion).collect())
+        let answers = answers.into_iter().zip(rows);
+        Ok(answers
+            .map(|(answer, row)| Published::of(answer, row))
+            .collect())
     }
 
     /// The caller commits soon, we do not see when: the relay polls at its shortest interval for a

@@ -34,6 +34,10 @@ pub enum Outcome {
         /// What went wrong last.
         error: ErrorText,
     },
+    /// No handler was started, because the event was not worth handling any more. It is a dead
+    /// letter for the reason [`Expired`](DeadReason::Expired); the attempt that its claim has
+    /// charged is taken back, and no failure is recorded.
+    Expired,
     /// The event leaves the outbox and nothing of it is kept, because the application has said so:
     /// its payload cannot be decoded. Its dedup key is kept, for its retention, as that of a
     /// discarded event.
@@ -58,7 +62,13 @@ pub enum DeadReason {
     /// The lease of its last attempt ended without an outcome: whoever held it died, was frozen,
     /// or could not reach the database. Stored as `lease_expired`.
     LeaseExpired,
+    /// It was not handled before the deadline it was published with, and no handler was started
+    /// after that. Stored as `expired`.
+    Expired,
 }
+
+/// The last error of an event that expired.
+pub const EXPIRED: &str = "not handled before its deadline";
 
 impl DeadReason {
     /// The stored text.
@@ -69,6 +79,7 @@ impl DeadReason {
             Self::Permanent => "permanent",
             Self::Undecodable => "undecodable",
             Self::LeaseExpired => "lease_expired",
+            Self::Expired => "expired",
         }
     }
 }
@@ -88,6 +99,7 @@ impl FromStr for DeadReason {
             Self::Permanent,
             Self::Undecodable,
             Self::LeaseExpired,
+            Self::Expired,
         ]
         .into_iter()
         .find(|reason| reason.as_str() == text)
@@ -253,6 +265,7 @@ mod tests {
             "permanent",
             "undecodable",
             "lease_expired",
+            "expired",
         ] {
             assert_eq!(
                 reason.parse::<DeadReason>().map(DeadReason::as_str),

@@ -10,9 +10,11 @@ use std::time::Duration;
 
 use crate::DURATION_MAX;
 use crate::event::{EventId, OutboxEvent, Priority};
+use crate::fingerprint::Fingerprint;
 use crate::key::stored_key;
+use crate::progress::{OutputError, Progress};
 use crate::settings::Settings;
-use crate::store::{EventState, Existing, Insertion, NewEvent, StoreError};
+use crate::store::{EventState, Existing, Insertion, NewEvent, StoreError, Watched};
 
 /// The most bytes the headers of one event may take, as JSON: 16 KiB.
 pub const HEADERS_MAX: usize = 16 * 1024;
@@ -34,6 +36,7 @@ pub const DEPTH_MAX: usize = 127;
 #[derive(Clone, Debug, Default)]
 pub struct PublishOptions {
     delay: Duration,
+    expires_in: Option<Duration>,
     priority: Option<Priority>,
     dedup_key: Option<String>,
     headers: BTreeMap<String, String>,
@@ -52,6 +55,19 @@ impl PublishOptions {
     #[must_use]
     pub fn delay(mut self, delay: Duration) -> Self {
         self.delay = delay;
+        self
+    }
+
+    /// Makes the event not worth handling any more this long after it is inserted, by the database's
+    /// clock. Overrides what the event type says.
+    ///
+    /// A handler that has been started by then may finish. An event whose time is over before that,
+    /// because it waited for a relay, for an earlier event of its ordering key or for a retry, is a
+    /// dead letter of the reason `expired` as soon as it is claimed; the attempt is not charged.
+    /// Longer than the delay, and at most [`DURATION_MAX`].
+    #[must_use]
+    pub fn expires_in(mut self, expires_in: Duration) -> Self {
+        self.expires_in = Some(expires_in);
         self
     }
 
@@ -88,6 +104,14 @@ pub enum Published<E: OutboxEvent> {
     Inserted(EventId),
     /// An event of this name with the same dedup key is known already; nothing was inserted.
     Duplicate(Duplicate<E>),
+    /// As a duplicate, but what was published with the key before is something else: nothing was
+    /// inserted, and what became of the earlier event is no answer to this one.
+    ///
+    /// A client that sends another request under an old idempotency key is told so (the draft of
+    /// the IETF on the `Idempotency-Key` header suggests 422). Told apart by a fingerprint of the
+    /// payload, in which the order of fields does not count. Events of two versions of a type are
+    /// not compared. A field that differs with every publish, such as the time, belongs in a header.
+    KeyReused(Duplicate<E>),
 }
 
 impl<E: OutboxEvent> Clone for Published<E> {
@@ -95,6 +119,7 @@ impl<E: OutboxEvent> Clone for Published<E> {
         match self {
             Self::Inserted(id) => Self::Inserted(*id),
             Self::Duplicate(duplicate) => Self::Duplicate(duplicate.clone()),
+            Self::KeyReused(earlier) => Self::KeyReused(earlier.clone()),
         }
     }
 }
@@ -104,6 +129,7 @@ impl<E: OutboxEvent> fmt::Debug for Published<E> {
         match self {
             Self::Inserted(id) => f.debug_tuple("Inserted").field(id).finish(),
             Self::Duplicate(duplicate) => f.debug_tuple("Duplicate").field(duplicate).finish(),
+            Self::KeyReused(earlier) => f.debug_tuple("KeyReused").field(earlier).finish(),
         }
     }
 }
@@ -114,23 +140,54 @@ impl<E: OutboxEvent> Published<E> {
     pub fn event_id(&self) -> EventId {
         match self {
             Self::Inserted(id) => *id,
-            Self::Duplicate(duplicate) => duplicate.event_id,
+            Self::Duplicate(duplicate) | Self::KeyReused(duplicate) => duplicate.event_id,
         }
     }
 
-    /// The event that was there already, if there was one.
+    /// Whether a row was inserted.
+    #[must_use]
+    pub fn is_inserted(&self) -> bool {
+        matches!(self, Self::Inserted(_))
+    }
+
+    /// The event that was there already, if there was one with the same payload.
     #[must_use]
     pub fn duplicate(&self) -> Option<&Duplicate<E>> {
         match self {
-            Self::Inserted(_) => None,
+            Self::Inserted(_) | Self::KeyReused(_) => None,
             Self::Duplicate(duplicate) => Some(duplicate),
         }
     }
 
-    pub(crate) fn from_insertion(insertion: Insertion) -> Self {
-        match insertion {
-            Insertion::Inserted(id) => Self::Inserted(id),
-            Insertion::Existing(existing) => Self::Duplicate(Duplicate::new(existing)),
+    /// The store's answer to the insertion of `row`.
+    pub(crate) fn of(insertion: Insertion, row: &NewEvent) -> Self {
+        let existing = match insertion {
+            Insertion::Inserted(id) => return Self::Inserted(id),
+            Insertion::Existing(existing) => existing,
+        };
+        let differs = row
+            .fingerprint
+            .zip(existing.fingerprint)
+            .is_some_and(|(this, earlier)| this.differs_from(&earlier));
+        let earlier = Duplicate::new(existing, row);
+        if differs {
+            Self::KeyReused(earlier)
+        } else {
+            Self::Duplicate(earlier)
+        }
+    }
+
+    /// What is asked to learn what becomes of it.
+    pub(crate) fn watched(&self) -> Watched {
+        match self {
+            Self::Inserted(id) => Watched {
+                row: id.row(),
+                key: None,
+            },
+            Self::Duplicate(earlier) | Self::KeyReused(earlier) => Watched {
+                row: earlier.event_id.row(),
+                key: earlier.key.clone().map(|key| (E::NAME.to_owned(), key)),
+            },
         }
     }
 }
@@ -144,7 +201,7 @@ impl<E: OutboxEvent> IntoIterator for Published<E> {
     fn into_iter(self) -> Self::IntoIter {
         match self {
             Self::Inserted(id) => Some(id).into_iter(),
-            Self::Duplicate(_) => None.into_iter(),
+            Self::Duplicate(_) | Self::KeyReused(_) => None.into_iter(),
         }
     }
 }
@@ -152,15 +209,18 @@ impl<E: OutboxEvent> IntoIterator for Published<E> {
 /// The event that holds a dedup key, as the publisher that came second is told of it.
 pub struct Duplicate<E> {
     event_id: EventId,
+    /// In its stored form.
+    key: Option<String>,
     state: EventState,
     output: Option<String>,
     event: PhantomData<fn(E)>,
 }
 
 impl<E: OutboxEvent> Duplicate<E> {
-    fn new(existing: Existing) -> Self {
+    fn new(existing: Existing, row: &NewEvent) -> Self {
         Self {
             event_id: existing.id,
+            key: row.dedup_key.clone(),
             state: existing.state,
             output: existing.output,
             event: PhantomData,
@@ -179,6 +239,17 @@ impl<E: OutboxEvent> Duplicate<E> {
         self.state
     }
 
+    /// What has become of it so far, with the output where it has been processed.
+    ///
+    /// [`Outbox::wait_for`](crate::Outbox::wait_for) waits for the end of it.
+    ///
+    /// # Errors
+    ///
+    /// As [`output`](Self::output).
+    pub fn progress(&self) -> Result<Progress<E::Output>, OutputError> {
+        Progress::of(self.state, self.output.as_deref())
+    }
+
     /// What its handler returned.
     ///
     /// `None` until it is processed, and where the output was too large to be kept.
@@ -189,13 +260,9 @@ impl<E: OutboxEvent> Duplicate<E> {
     /// since. Outputs have no version: a release that changes `E::Output` has to read what the one
     /// before it wrote, or be ready for this error until the last of those keys is gone.
     pub fn output(&self) -> Result<Option<E::Output>, OutputError> {
-        if self.state != EventState::Processed {
-            return Ok(None);
-        }
-        match &self.output {
-            Some(json) => serde_json::from_str(json).map(Some).map_err(OutputError),
-            // `null` is not stored; a type that reads it has an output all the same.
-            None => Ok(serde_json::from_str("null").ok()),
+        match self.progress()? {
+            Progress::Processed(output) => Ok(output),
+            _ => Ok(None),
         }
     }
 }
@@ -204,6 +271,7 @@ impl<E> Clone for Duplicate<E> {
     fn clone(&self) -> Self {
         Self {
             event_id: self.event_id,
+            key: self.key.clone(),
             state: self.state,
             output: self.output.clone(),
             event: PhantomData,
@@ -218,22 +286,6 @@ impl<E> fmt::Debug for Duplicate<E> {
             .field("event_id", &self.event_id)
             .field("state", &self.state)
             .finish_non_exhaustive()
-    }
-}
-
-/// A stored output that does not read as the event's output type.
-#[derive(Debug)]
-pub struct OutputError(serde_json::Error);
-
-impl fmt::Display for OutputError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("the stored output does not read as the event's output type")
-    }
-}
-
-impl std::error::Error for OutputError {
-    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
-        Some(&self.0)
     }
 }
 
@@ -288,6 +340,15 @@ pub enum PublishError {
         /// The delay asked for.
         delay: Duration,
     },
+    /// The event expires no later than it is due, or over [`DURATION_MAX`] from now.
+    InvalidExpiry {
+        /// The event name.
+        event: &'static str,
+        /// How long from its publish it is worth handling.
+        expires_in: Duration,
+        /// How long from its publish it is not due.
+        delay: Duration,
+    },
     /// The event type asks for more attempts, or a longer retention, than can be stored.
     InvalidEvent {
         /// The event name.
@@ -337,6 +398,15 @@ impl fmt::Display for PublishError {
                     "event `{event}` cannot be delayed by {delay:?}; the limit is {DURATION_MAX:?}"
                 )
             }
+            Self::InvalidExpiry {
+                event,
+                expires_in,
+                delay,
+            } => write!(
+                f,
+                "event `{event}` cannot expire in {expires_in:?}: it must be longer than its delay \
+                 of {delay:?}, and at most {DURATION_MAX:?}"
+            ),
             Self::InvalidEvent { event } => write!(
                 f,
                 "event `{event}` asks for more attempts or a longer retention than can be stored"
@@ -384,19 +454,34 @@ pub(crate) fn prepare<E: OutboxEvent>(
     {
         return Err(PublishError::InvalidEvent { event: name });
     }
+    let expires_in = options.expires_in.or(E::EXPIRES_IN);
+    if let Some(expires_in) = expires_in
+        && (expires_in <= options.delay || expires_in > DURATION_MAX)
+    {
+        return Err(PublishError::InvalidExpiry {
+            event: name,
+            expires_in,
+            delay: options.delay,
+        });
+    }
+    let payload = payload(event, settings.payload_max)?;
+    let dedup_key = options.dedup_key.clone().or_else(|| event.dedup_key());
+    let dedup_key = key(name, dedup_key)?;
     Ok(NewEvent {
         name,
         version: E::VERSION,
-        payload: payload(event, settings.payload_max)?,
+        fingerprint: dedup_key
+            .is_some()
+            .then(|| Fingerprint::of(E::VERSION, &payload)),
+        payload,
         headers: headers(name, &options.headers)?,
-        dedup_key: key(
-            name,
-            options.dedup_key.clone().or_else(|| event.dedup_key()),
-        )?,
+        dedup_key,
         ordering_key: key(name, event.ordering_key())?,
+        behind_dead: E::BEHIND_DEAD,
         priority: options.priority.unwrap_or(E::PRIORITY),
         max_attempts,
         delay: options.delay,
+        expires_in,
         retention,
         key_retention: std::cmp::max(retention, settings.dedup_retention),
         lease: None,

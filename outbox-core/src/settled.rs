@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::dispatch::{Cause, Finding, panic_text};
 use crate::engine::settler::About;
 use crate::event::EventId;
-use crate::outcome::{DeadReason, Outcome};
+use crate::outcome::{DeadReason, EXPIRED, Outcome};
 use crate::store::Claimed;
 
 /// An outcome that has been stored, as [`OutboxBuilder::on_settled`](crate::OutboxBuilder::on_settled)
@@ -21,6 +21,8 @@ pub struct SettledEvent {
     pub event_id: EventId,
     /// Its event name.
     pub event_name: Arc<str>,
+    /// The handler it belongs to, if its event has several.
+    pub handler: Option<Arc<str>>,
     /// Which attempt came to this outcome.
     pub attempt: u32,
     /// What was stored.
@@ -67,6 +69,10 @@ impl SettledEvent {
                 reason: *reason,
                 error: error.to_string(),
             },
+            Outcome::Expired => SettledResult::DeadLetter {
+                reason: DeadReason::Expired,
+                error: EXPIRED.to_owned(),
+            },
             Outcome::Discarded { error } => SettledResult::Discarded {
                 error: error.to_string(),
             },
@@ -74,6 +80,7 @@ impl SettledEvent {
         Self {
             event_id: about.id,
             event_name: Arc::clone(&about.name),
+            handler: about.handler.clone(),
             attempt: about.attempt.get(),
             result,
         }
@@ -89,6 +96,8 @@ pub struct DeadEvent {
     pub event_id: EventId,
     /// Its event name.
     pub event_name: Arc<str>,
+    /// The handler that gave up on it, if its event has several.
+    pub handler: Option<Arc<str>>,
     /// Its last attempt.
     pub attempt: u32,
     /// Why it is dead.
@@ -150,6 +159,7 @@ impl Hooks {
                 hook(&DeadEvent {
                     event_id: event.event_id,
                     event_name: Arc::clone(&event.event_name),
+                    handler: event.handler.clone(),
                     attempt: event.attempt,
                     reason: *reason,
                     error: error.clone(),

@@ -23,7 +23,8 @@ use crate::cadence::Cadence;
 use crate::dead_letter::{
     DeadLetterChange, DeadLetterChunk, DeadLetterRows, DeadLetterScan, DeadLettersChanged,
 };
-use crate::event::{EventId, Priority};
+use crate::event::{BehindDead, EventId, Priority};
+use crate::fingerprint::Fingerprint;
 use crate::lease::{HeldLease, LeaseToken};
 use crate::lock::LockId;
 use crate::outcome::{DeadReason, ErrorText, Outcome};
@@ -53,7 +54,8 @@ use crate::stats::StoreStats;
 /// - **P12** [`claim`](Self::claim) touches only rows that are [`known`](is_known): of a name it was
 ///   given, and of no later version than was given with it.
 /// - **P13** Every time stored or compared is the database's own.
-/// - **P17** [`purge`](Self::purge) removes only what is settled and past its retention.
+/// - **P17** [`purge`](Self::purge) removes only what is settled and past its retention. A key is kept
+///   while any part of its event is unsettled or dead.
 ///
 /// A method that takes a [`Pass`] is one chunk of a cadence, in a transaction of its own that first
 /// asks for the lock of that cadence. It answers `None`, and has done nothing, if another instance
@@ -109,6 +111,10 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// sorted order, so that two batches with the same keys do not deadlock. Of two events of the
     /// batch with the same name and key the first is inserted and the second is a duplicate of it
     /// ([`earlier_in_batch`]).
+    ///
+    /// Events of one ordering key get their numbers in the order in which their transactions commit:
+    /// the key is locked before a number is drawn, until the transaction ends, several keys in
+    /// sorted order. (Where there is one writer at a time, no lock is needed.)
     fn insert(
         &self,
         connection: &mut Self::Connection,
@@ -123,6 +129,27 @@ pub trait Store: Clone + Send + Sync + 'static {
         connection: &mut Self::Connection,
         settlements: &[Settlement],
     ) -> impl Future<Output = Result<Vec<Settled>, StoreError>> + Send;
+
+    /// Locks an ordering key until the caller's transaction ends, as an insert of an event with this
+    /// key does, and answers whether nothing [blocks it](blocks_later): whether an event inserted
+    /// now would be its first.
+    fn lock_ordering_key(
+        &self,
+        connection: &mut Self::Connection,
+        key: &str,
+    ) -> impl Future<Output = Result<bool, StoreError>> + Send;
+
+    /// Cancels an event that is not settled, through the caller's connection, and answers what was
+    /// found: the id, and the state it was in *before*. `None` if there is no such event.
+    ///
+    /// A row that is unsettled, held by somebody or not, is kept as `cancelled` for its retention,
+    /// and its key for the key's, as those of a processed event are. Whoever held it finds its lease
+    /// lost. What is settled or dead is left as it is.
+    fn cancel(
+        &self,
+        connection: &mut Self::Connection,
+        event: &EventRef,
+    ) -> impl Future<Output = Result<Option<Existing>, StoreError>> + Send;
 
     /// Takes a lock that the caller's transaction keeps until it ends, and waits for whoever has
     /// it. The namespace is none of [`RESERVED_NAMESPACES`](crate::lock::RESERVED_NAMESPACES).
@@ -143,6 +170,10 @@ pub trait Store: Clone + Send + Sync + 'static {
 
     /// Claims due rows of the given events: first as many due retries and delays as are reserved
     /// for them, then whatever is due, all by priority, then number (rows that waited: due time).
+    ///
+    /// A row that is [blocked](blocks_later) by an earlier one of its ordering key, or [paused](Pause),
+    /// is not claimed, here and wherever rows are claimed. Of the [`freed`](ClaimRequest::freed) keys the first row is looked at,
+    /// whatever the low-water marks.
     ///
     /// Rows come back in no particular order.
     fn claim(
@@ -165,8 +196,9 @@ pub trait Store: Clone + Send + Sync + 'static {
         request: &ClaimRequest<'_>,
     ) -> impl Future<Output = Result<Vec<Claimed>, StoreError>> + Send;
 
-    /// Answers which of the leases are still in their rows, and how much of each is left. Leases
-    /// that are not are missing from the answer; the order is the store's.
+    /// Answers which of the leases are still in their rows, how much of each is left, and what
+    /// speaks against starting a handler now. Leases that are not in their rows are missing from the
+    /// answer; the order is the store's.
     ///
     /// Asked for rows born leased before their handlers run: a rolled-back savepoint removed some,
     /// an aborted transaction all.
@@ -183,6 +215,23 @@ pub trait Store: Clone + Send + Sync + 'static {
         leases: &[HeldLease],
         lease: Duration,
     ) -> impl Future<Output = Result<Vec<Renewal>, StoreError>> + Send;
+
+    /// Gives each handler of an event a row of its own, before any of them runs. Answers in input
+    /// order, with the rows in the order of the parts; `None`, and nothing is changed, where the row
+    /// is not held any more or belongs to one handler already.
+    ///
+    /// The row itself becomes the first part's: it keeps its number and its dedup key. The others
+    /// get numbers of their own, and [`origin`](Claimed::origin) names the row they were split from;
+    /// they have no dedup key. All else is the same in each: payload, headers, priority, ordering
+    /// key, deadline, attempts and failures. A part that is held is so under the token of the row,
+    /// for as long. One that is not, because it was not asked to be or is [paused](Pause), is due at
+    /// once, its attempt given back.
+    ///
+    /// All or nothing: with an error, nothing was split or it is unknown.
+    fn split(
+        &self,
+        splits: &[Split],
+    ) -> impl Future<Output = Result<Vec<Option<Vec<SplitRow>>>, StoreError>> + Send;
 
     /// Records outcomes and ends the claims. Answers in input order.
     ///
@@ -255,6 +304,16 @@ pub trait Store: Clone + Send + Sync + 'static {
         change: DeadLetterChange,
     ) -> impl Future<Output = Result<DeadLettersChanged, StoreError>> + Send;
 
+    /// Pauses what `pause` names, or resumes it. Answers whether anything changed.
+    fn set_paused(
+        &self,
+        pause: &PauseRef,
+        paused: bool,
+    ) -> impl Future<Output = Result<bool, StoreError>> + Send;
+
+    /// What is paused, by event name and handler.
+    fn paused(&self) -> impl Future<Output = Result<Vec<Pause>, StoreError>> + Send;
+
     /// Counts what there is, at a cost that does not grow with the tables.
     fn stats(&self) -> impl Future<Output = Result<StoreStats, StoreError>> + Send;
 
@@ -267,6 +326,23 @@ pub trait Store: Clone + Send + Sync + 'static {
         name: &str,
         instance: &str,
     ) -> impl Future<Output = Result<Option<Self::Exclusive>, StoreError>> + Send;
+
+    /// Reads what has become of events. Answers in input order; `None` where nothing of an event is
+    /// kept any more.
+    ///
+    /// An event that has left every table is still known by its dedup key, if it is given and still
+    /// that event's.
+    fn look_up(
+        &self,
+        events: &[Watched],
+    ) -> impl Future<Output = Result<Vec<Option<Existing>>, StoreError>> + Send;
+
+    /// The ordering keys that an event which has failed or is dead [blocks](blocks_later) others of,
+    /// or would: at most `limit` of them, the longest blocked first.
+    fn blocked_keys(
+        &self,
+        limit: NonZeroU32,
+    ) -> impl Future<Output = Result<Vec<BlockedKey>, StoreError>> + Send;
 
     /// Reads everything known about one event. `None` if the row is gone, or never was.
     fn find(
@@ -350,14 +426,21 @@ pub struct NewEvent {
     pub headers: Option<String>,
     /// In its stored form ([`stored_key`](crate::key::stored_key)).
     pub dedup_key: Option<String>,
+    /// Kept with the dedup key. `None` without one.
+    pub fingerprint: Option<Fingerprint>,
     /// In its stored form.
     pub ordering_key: Option<String>,
+    /// What becomes of later events of its ordering key should it end as a dead letter. Stored with
+    /// it.
+    pub behind_dead: BehindDead,
     /// Which of two due events is claimed first.
     pub priority: Priority,
     /// After how many attempts the event becomes a dead letter.
     pub max_attempts: NonZeroU32,
     /// How long the event is not due. Zero: it is due at once.
     pub delay: Duration,
+    /// How long from now the event is worth handling. `None`: for ever. Longer than the delay.
+    pub expires_in: Option<Duration>,
     /// How long the event is kept once it is processed. Zero: not at all.
     pub retention: Duration,
     /// How long its dedup key is kept, with the final state and output, once it is processed.
@@ -417,7 +500,95 @@ pub struct Existing {
     pub state: EventState,
     /// What its handler returned, as JSON. Only a processed event has one.
     pub output: Option<String>,
+    /// What was published with its dedup key. `None` for an event without one.
+    pub fingerprint: Option<Fingerprint>,
 }
+
+/// Says which event is meant.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum EventRef {
+    /// By its number.
+    Row(i64),
+    /// By its name and dedup key.
+    Key {
+        /// The event name.
+        name: String,
+        /// The key, in its stored form.
+        key: String,
+    },
+}
+
+/// An event that somebody waits for.
+#[derive(Clone, Debug, Eq, Hash, PartialEq)]
+pub struct Watched {
+    /// Its number.
+    pub row: i64,
+    /// Its name and its dedup key in stored form, if it has one.
+    pub key: Option<(String, String)>,
+}
+
+/// Whether an event of this state, published with this `behind_dead`, keeps later ones of its
+/// ordering key from being handled: those with a higher number. The number of a row that was split
+/// from another one counts as that one's, so that parts of one event do not wait for each other, and
+/// later events wait for all of them.
+///
+/// An event waits while an earlier one of its key is unsettled, whatever the delay or the priority
+/// of either, and while an earlier one is a dead letter that was published with
+/// [`BehindDead::Block`].
+#[must_use]
+pub fn blocks_later(state: EventState, behind_dead: BehindDead) -> bool {
+    match state {
+        EventState::Pending | EventState::InProgress | EventState::Failed => true,
+        EventState::DeadLetter => behind_dead == BehindDead::Block,
+        EventState::Processed | EventState::Discarded | EventState::Cancelled => false,
+    }
+}
+
+/// An ordering key whose first event has failed or is dead.
+#[derive(Clone, Debug, Eq, PartialEq)]
+#[non_exhaustive]
+pub struct BlockedKey {
+    /// The key, in its stored form.
+    pub ordering_key: String,
+    /// The event that later ones wait for.
+    pub head: EventId,
+    /// Its event name.
+    pub name: String,
+    /// [`Failed`](EventState::Failed): it waits for its retry. [`DeadLetter`](EventState::DeadLetter):
+    /// it waits for a person.
+    pub state: EventState,
+    /// How many attempts were charged.
+    pub attempts: u32,
+    /// For how long: since its publish if it has failed, since its settlement if it is dead.
+    pub blocked_for: Duration,
+    /// Why it is dead, as it is stored. `None` while it is not.
+    pub dead_reason: Option<String>,
+    /// What went wrong last.
+    pub last_error: String,
+    /// How many unsettled events wait behind it, counted up to [`BLOCKED_COUNT_MAX`].
+    pub waiting: u32,
+}
+
+impl BlockedKey {
+    /// A key blocked by `head`, with nothing known about it yet; the fields are public.
+    #[must_use]
+    pub fn new(ordering_key: String, head: EventId, name: String, state: EventState) -> Self {
+        Self {
+            ordering_key,
+            head,
+            name,
+            state,
+            attempts: 0,
+            blocked_for: Duration::ZERO,
+            dead_reason: None,
+            last_error: String::new(),
+            waiting: 0,
+        }
+    }
+}
+
+/// Up to how many events behind a blocked key are counted.
+pub const BLOCKED_COUNT_MAX: u32 = 1_000;
 
 /// What has become of an event.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
@@ -435,11 +606,13 @@ pub enum EventState {
     DeadLetter,
     /// A person, or a policy that the application switched on, decided that nobody will.
     Discarded,
+    /// The application has taken it back before it was settled.
+    Cancelled,
 }
 
 impl EventState {
     /// The word that the view for people shows: `pending`, `in_progress`, `failed`, `processed`,
-    /// `dead_letter`, `discarded`.
+    /// `dead_letter`, `discarded`, `cancelled`.
     #[must_use]
     pub const fn as_str(self) -> &'static str {
         match self {
@@ -449,6 +622,7 @@ impl EventState {
             Self::Processed => "processed",
             Self::DeadLetter => "dead_letter",
             Self::Discarded => "discarded",
+            Self::Cancelled => "cancelled",
         }
     }
 
@@ -462,6 +636,7 @@ impl EventState {
             Self::Processed,
             Self::DeadLetter,
             Self::Discarded,
+            Self::Cancelled,
         ]
         .into_iter()
         .find(|state| state.as_str() == text)
@@ -492,24 +667,89 @@ pub struct ClaimRequest<'a> {
     pub events: &'a [KnownEvent],
     /// Where to begin looking.
     pub low_water: LowWater,
+    /// Ordering keys, in their stored form, of which something has been settled lately: their next
+    /// rows may be below the marks.
+    pub freed: &'a [String],
 }
 
-/// An event name that this process has a handler for. Former names have one of their own.
+/// Rows that this process has a handler for. Former names have one of their own.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct KnownEvent {
     /// The event name.
     pub name: &'static str,
+    /// The handler that the rows belong to. `None`: rows that belong to all handlers of their event,
+    /// as they do until they are [split](Store::split).
+    pub handler: Option<&'static str>,
     /// The newest version this process reads. It reads every earlier one, too, or knows that it
     /// never will.
     pub newest_version: NonZeroU32,
 }
 
-/// Whether `events` has this name, and reads this version of it.
+/// Whether `events` has this name with this handler, and reads this version of it.
 #[must_use]
-pub fn is_known(events: &[KnownEvent], name: &str, version: NonZeroU32) -> bool {
-    events
-        .iter()
-        .any(|event| event.name == name && version <= event.newest_version)
+pub fn is_known(
+    events: &[KnownEvent],
+    name: &str,
+    version: NonZeroU32,
+    handler: Option<&str>,
+) -> bool {
+    events.iter().any(|event| {
+        event.name == name && event.handler == handler && version <= event.newest_version
+    })
+}
+
+/// A row to be split.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Split {
+    /// The row, and the token that must still be in it.
+    pub lease: HeldLease,
+    /// At least one.
+    pub parts: Vec<SplitPart>,
+}
+
+/// One handler's part of a row.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct SplitPart {
+    /// The handler's name.
+    pub handler: &'static str,
+    /// After how many attempts the part becomes a dead letter. `None`: as the row. Never less than
+    /// what has been charged already.
+    pub max_attempts: Option<NonZeroU32>,
+    /// Whether this process runs it now.
+    pub held: bool,
+}
+
+/// The row of one part.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct SplitRow {
+    /// Its number.
+    pub row: i64,
+    /// After how many attempts it becomes a dead letter.
+    pub max_attempts: NonZeroU32,
+    /// Whether it is held under the token of the row it was split from.
+    pub held: bool,
+}
+
+/// What is paused, or is to be.
+#[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
+pub struct PauseRef {
+    /// The event name.
+    pub name: String,
+    /// One of its handlers. `None`: the event, with all of them.
+    pub handler: Option<String>,
+}
+
+/// An event or a handler that is paused, on all instances: its rows wait.
+///
+/// A row is paused if its event is, or if it belongs to a handler that is. A row that belongs to all
+/// handlers of its event is not paused by the pause of one of them: it is split, and the part of that
+/// one waits.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct Pause {
+    /// What is paused.
+    pub of: PauseRef,
+    /// Since when.
+    pub since: SystemTime,
 }
 
 /// Per priority level, a lower bound for the row numbers a claim looks at.
@@ -557,12 +797,18 @@ pub struct Claimed {
     pub token: LeaseToken,
     /// The event type's stable name.
     pub name: String,
+    /// The handler that the row belongs to. `None`: to all of its event.
+    pub handler: Option<String>,
+    /// The number of the row that it was split from.
+    pub origin: Option<i64>,
     /// The version of the payload's shape.
     pub version: NonZeroU32,
     /// JSON text.
     pub payload: String,
     /// A JSON object of strings, or nothing.
     pub headers: Option<String>,
+    /// The key whose next event waits for this one, in its stored form.
+    pub ordering_key: Option<String>,
     /// Its priority, and with it the low-water mark it raises.
     pub priority: Priority,
     /// Whether it waited for a due time (a retry or a delay) before this claim.
@@ -573,6 +819,8 @@ pub struct Claimed {
     pub max_attempts: NonZeroU32,
     /// When it was published.
     pub created_at: SystemTime,
+    /// It is not worth handling any more.
+    pub expired: bool,
 }
 
 impl Claimed {
@@ -598,6 +846,11 @@ pub struct Verified {
     /// How much of the lease is left, by the database's clock. Zero when it has expired and nobody
     /// has claimed the row since.
     pub remaining: Duration,
+    /// It is not worth handling any more.
+    pub expired: bool,
+    /// It must not be started now: it is [blocked](blocks_later) by an earlier one of its ordering
+    /// key, or [paused](Pause).
+    pub blocked: bool,
 }
 
 /// What became of one lease of a renewal.
@@ -670,7 +923,7 @@ pub struct SweepRequest<'a> {
 pub struct SweepChunk {
     /// Rows whose lease had expired with no attempt left, now held under the sweep's token.
     pub exhausted: Vec<Exhausted>,
-    /// The rows that this process does not know, by name and version.
+    /// The rows that this process does not know, by name, handler and version.
     pub unhandled: Vec<Unhandled>,
     /// How many leases were cut that ended later than any lease can.
     pub cut_leases: u64,
@@ -683,6 +936,8 @@ pub struct SweepChunk {
 pub struct Unhandled {
     /// Their event name.
     pub name: String,
+    /// The handler that they belong to, if it is one.
+    pub handler: Option<String>,
     /// The version of their payloads.
     pub version: NonZeroU32,
     /// How many there are.
@@ -699,6 +954,10 @@ pub struct Exhausted {
     pub token: LeaseToken,
     /// The event type's stable name.
     pub name: String,
+    /// The handler that the row belongs to, if it is one.
+    pub handler: Option<String>,
+    /// The number of the row that it was split from.
+    pub origin: Option<i64>,
     /// Which attempt was its last.
     pub attempt: NonZeroU32,
     /// After how many attempts it becomes a dead letter.
@@ -724,6 +983,10 @@ pub struct EventRecord {
     pub id: EventId,
     /// The event type's stable name.
     pub name: String,
+    /// The handler that the row belongs to, if it was split among several.
+    pub handler: Option<String>,
+    /// The id of the event that it was split from, if that is another row.
+    pub origin: Option<EventId>,
     /// The version of the payload's shape.
     pub version: NonZeroU32,
     /// JSON text.
@@ -748,6 +1011,8 @@ pub struct EventRecord {
     pub claimed_by: Option<String>,
     /// When it is due, if it waits for a retry or a delay.
     pub due_at: Option<SystemTime>,
+    /// Until when it is worth handling, while it is not settled.
+    pub expires_at: Option<SystemTime>,
     /// When it was published.
     pub created_at: SystemTime,
     /// When it was settled.
@@ -777,6 +1042,8 @@ impl EventRecord {
         Self {
             id,
             name,
+            handler: None,
+            origin: None,
             version,
             payload,
             headers: None,
@@ -789,6 +1056,7 @@ impl EventRecord {
             lease_token: None,
             claimed_by: None,
             due_at: None,
+            expires_at: None,
             created_at,
             settled_at: None,
             last_error: None,
@@ -959,10 +1227,13 @@ mod tests {
             payload: "{}".to_owned(),
             headers: None,
             dedup_key: key.map(str::to_owned),
+            fingerprint: None,
             ordering_key: None,
+            behind_dead: BehindDead::Block,
             priority: Priority::Normal,
             max_attempts: NonZeroU32::MIN,
             delay: Duration::ZERO,
+            expires_in: None,
             retention: Duration::ZERO,
             key_retention: Duration::ZERO,
             lease: None,

@@ -9,12 +9,12 @@ use std::sync::atomic::Ordering;
 use tokio::sync::mpsc;
 
 use crate::engine::inline::{BornLeased, Handover};
-use crate::event::OutboxEvent;
+use crate::event::{EventId, OutboxEvent};
 use crate::event_set::{AnyEvent, EventOf};
 use crate::lease::LeaseToken;
 use crate::outbox::{Dispatching, Outbox, no_answer};
 use crate::publish::{PublishError, PublishOptions, Published};
-use crate::store::{BornLease, Insertion, NewEvent, Settlement, Store, StoreError};
+use crate::store::{BornLease, NewEvent, Settlement, Store, StoreError};
 
 /// A transaction that [`Outbox::begin`] began.
 ///
@@ -33,6 +33,8 @@ pub struct OutboxTx<S: Store, Set = AnyEvent> {
     published: usize,
     /// How many of them nobody has to dispatch any more.
     settled: usize,
+    /// Rows that it cancels, as far as it knows.
+    cancelled: Vec<i64>,
     /// What is to be recorded of rows whose dispatch before the commit was dropped.
     abandoned: Vec<Settlement>,
     waiter: mpsc::Sender<()>,
@@ -49,6 +51,7 @@ impl<S: Store, Set> OutboxTx<S, Set> {
             born: Vec::new(),
             published: 0,
             settled: 0,
+            cancelled: Vec::new(),
             abandoned: Vec::new(),
             waiter,
             dispatching: Some(dispatching),
@@ -153,8 +156,12 @@ impl<S: Store, Set> OutboxTx<S, Set> {
         self.outbox.store().commit(tx).await?;
         let for_relays = self.published - self.settled > handoff.born.len();
         handoff.dispatch();
-        if for_relays {
+        // Those that waited behind what was cancelled are due now.
+        if for_relays || !self.cancelled.is_empty() {
             self.outbox.wake();
+        }
+        if let Ok(engine) = self.outbox.engine() {
+            engine.shared.held.renew_now(&self.cancelled);
         }
         // Every path but this one has given it away already.
         self.dispatching.take().ok_or_else(no_answer)
@@ -196,7 +203,8 @@ impl<S: Store, Set> OutboxTx<S, Set> {
         let answers = self.outbox.store().insert(tx, &rows).await?;
         let mut published = Vec::with_capacity(answers.len());
         for ((row, place), answer) in rows.into_iter().zip(places).zip(answers) {
-            if let Insertion::Inserted(id) = &answer {
+            let answer = Published::of(answer, &row);
+            if let Published::Inserted(id) = &answer {
                 self.published += 1;
                 if let Some(place) = place {
                     self.born.push(BornLeased {
@@ -206,6 +214,7 @@ impl<S: Store, Set> OutboxTx<S, Set> {
                         version: row.version,
                         payload: row.payload,
                         headers: row.headers,
+                        ordering_key: row.ordering_key,
                         priority: row.priority,
                         max_attempts: row.max_attempts,
                         waiter: Some(self.waiter.clone()),
@@ -213,7 +222,7 @@ impl<S: Store, Set> OutboxTx<S, Set> {
                     });
                 }
             }
-            published.push(Published::from_insertion(answer));
+            published.push(answer);
         }
         Ok(published)
     }
@@ -225,11 +234,16 @@ impl<S: Store, Set> OutboxTx<S, Set> {
     ) -> Result<Published<E>, PublishError> {
         let tx = self.tx.as_mut().ok_or_else(no_answer)?;
         let mut answers = self.outbox.store().insert(tx, rows).await?;
-        let answer = answers.pop().ok_or_else(no_answer)?;
-        if matches!(answer, Insertion::Inserted(_)) {
+        let answer = answers.pop().zip(rows.last()).ok_or_else(no_answer)?;
+        let answer = Published::of(answer.0, answer.1);
+        if answer.is_inserted() {
             self.published += 1;
         }
-        Ok(Published::from_insertion(answer))
+        Ok(answer)
+    }
+
+    pub(crate) fn count_cancelled(&mut self, event: EventId) {
+        self.cancelled.push(event.row());
     }
 
     pub(crate) fn count_settled(&mut self) {
@@ -264,7 +278,7 @@ impl<S: Store, Set> OutboxTx<S, Set> {
                 .outbox
                 .registry()
                 .reading(row.name, row.version)
-                .is_some();
+                .is_some_and(|handlers| handlers.have_room());
         if !inline {
             return None;
         }

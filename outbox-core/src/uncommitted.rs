@@ -45,9 +45,9 @@ impl<S: Store, Set> OutboxTx<S, Set> {
     ///
     /// It keeps its locks, and its connection, for as long as the handler takes.
     ///
-    /// An event without a handler here, or in an outbox that is shutting down, is published as
-    /// [`publish`](Self::publish) does, and left to the relays: nothing has started, nothing is
-    /// charged.
+    /// An event without a handler here, or whose handlers have names, in an outbox that is shutting down, or behind an earlier one
+    /// of its ordering key, is published as [`publish`](Self::publish) does, and left to the relays:
+    /// nothing has started, nothing is charged.
     ///
     /// Besides the INSERT it sends a savepoint (on PostgreSQL with an empty statement before it), its
     /// end, and the settlement. Neither hooks nor counters hear of it, since nothing is stored before
@@ -77,10 +77,12 @@ impl<S: Store, Set> OutboxTx<S, Set> {
             .outbox()
             .registry()
             .reading(E::NAME, E::VERSION)
+            .and_then(|handlers| handlers.unnamed())
             .cloned();
         let Some(entry) = entry.filter(|_| !self.outbox().is_stopping()) else {
             return Ok(match self.publish(event).await? {
                 Published::Duplicate(duplicate) => Uncommitted::Duplicate(duplicate),
+                Published::KeyReused(earlier) => Uncommitted::KeyReused(earlier),
                 published => Uncommitted::Left(published.event_id()),
             });
         };
@@ -160,19 +162,31 @@ impl<S: Store, Set> OutboxTx<S, Set> {
         let mut rows = self
             .outbox()
             .prepare_all([event], &PublishOptions::default())?;
-        let row = rows.first_mut().ok_or_else(nothing)?;
+        let first = rows.first().ok_or_else(nothing)?;
+        let is_first = match &first.ordering_key {
+            Some(key) => {
+                let store = self.outbox().store().clone();
+                store.lock_ordering_key(self.parts()?.0, key).await?
+            }
+            None => true,
+        };
         let token = LeaseToken::random();
         // The lease matters only if this is dropped and the transaction committed behind our back.
         let settings = self.outbox().settings();
-        row.lease = Some(BornLease {
+        let lease = is_first.then(|| BornLease {
             token,
             duration: settings.inline.lease,
             instance: Arc::clone(&settings.instance),
         });
+        rows.first_mut().ok_or_else(nothing)?.lease = lease;
         let id = match self.insert_held(&rows).await? {
             Published::Inserted(id) => id,
             Published::Duplicate(duplicate) => return Ok(Uncommitted::Duplicate(duplicate)),
+            Published::KeyReused(earlier) => return Ok(Uncommitted::KeyReused(earlier)),
         };
+        if !is_first {
+            return Ok(Uncommitted::Left(id));
+        }
         let row = rows.first().ok_or_else(nothing)?;
         let lease = HeldLease {
             row: id.row(),
@@ -279,7 +293,7 @@ impl<S: Store, Set> OutboxTx<S, Set> {
                     error: error.to_string(),
                 })
             }
-            Outcome::Discarded { .. } => Err(PublishError::Store(no_answer())),
+            Outcome::Expired | Outcome::Discarded { .. } => Err(PublishError::Store(no_answer())),
         }
     }
 
@@ -325,6 +339,9 @@ pub enum Uncommitted<E: OutboxEvent> {
     /// An event with the same dedup key is known already. Nothing was inserted, and no handler was
     /// started.
     Duplicate(Duplicate<E>),
+    /// As a duplicate, but what was published with the key before is
+    /// [something else](Published::KeyReused).
+    KeyReused(Duplicate<E>),
 }
 
 /// An event that was handled before its commit.
@@ -378,7 +395,9 @@ async fn run<C: Send>(
     let interrupt = CancellationToken::new();
     let delivery = Delivery {
         event_id: id,
+        origin: id,
         event_name: row.name,
+        handler: None,
         version: row.version,
         attempt: NonZeroU32::MIN,
         max_attempts: row.max_attempts,
@@ -471,7 +490,10 @@ impl<C: Send> Run<C> for Registered<C> {
         connection: &mut C,
         delivery: &Delivery,
     ) -> Result<String, Failure> {
-        match (&self.entry.runner, self.transactional.get(self.entry.name)) {
+        match (
+            &self.entry.runner,
+            self.transactional.get(&self.entry.key()),
+        ) {
             (Runner::Plain(handler), _) => handler.run(payload, delivery).await,
             (Runner::Transactional, Some(handler)) => {
                 handler.run(payload, connection, delivery).await

@@ -30,6 +30,10 @@ impl Harness for InMemory {
         self.0.set_lease(row, remaining);
     }
 
+    async fn expire(&self, row: i64) {
+        self.0.expire(row);
+    }
+
     async fn age_dead_letter(&self, row: i64, age: Duration) {
         self.0.age_dead_letter(row, age);
     }

@@ -15,7 +15,7 @@ use crate::value::Number;
 use crate::{name, value};
 
 /// The keys of a type's attribute, in the order in which they are documented.
-pub(crate) const TYPE_KEYS: [&str; 16] = [
+pub(crate) const TYPE_KEYS: [&str; 18] = [
     "name",
     "alias",
     "version",
@@ -25,10 +25,12 @@ pub(crate) const TYPE_KEYS: [&str; 16] = [
     "dedup_with",
     "ordering_key",
     "ordering_with",
+    "behind_dead",
     "priority",
     "max_attempts",
     "backoff",
     "timeout",
+    "expires_in",
     "retention",
     "output",
     "crate",
@@ -52,10 +54,14 @@ pub(crate) struct TypeAttrs {
     pub(crate) oldest_version: Option<Number>,
     pub(crate) dedup: Option<KeySource>,
     pub(crate) ordering: Option<KeySource>,
+    pub(crate) behind_dead: Option<Ident>,
+    /// Where that is written.
+    pub(crate) behind_dead_at: Option<Span>,
     pub(crate) priority: Option<Ident>,
     pub(crate) max_attempts: Option<Number>,
     pub(crate) backoff: Option<BackoffAttr>,
     pub(crate) timeout: Option<DurationLit>,
+    pub(crate) expires_in: Option<DurationLit>,
     pub(crate) retention: Option<DurationLit>,
     pub(crate) output: Option<Type>,
     pub(crate) krate: Option<Path>,
@@ -144,10 +150,15 @@ impl TypeAttrs {
                 let function = value::function(key, input)?;
                 self.set_key_source(key, KeySource::Function(function))?;
             }
+            "behind_dead" => {
+                self.behind_dead = Some(value::behind_dead(key, input)?);
+                self.behind_dead_at = Some(key.span());
+            }
             "priority" => self.priority = Some(value::priority(key, input)?),
             "max_attempts" => self.max_attempts = Some(value::positive(key, input)?),
             "backoff" => self.backoff = Some(BackoffAttr::read(cx, key, input)?),
             "timeout" => self.timeout = Some(value::positive_duration(key, input)?),
+            "expires_in" => self.expires_in = Some(value::positive_duration(key, input)?),
             "retention" => self.retention = Some(value::duration(key, input)?),
             "output" => self.output = Some(value::ty(key, input, "ReceiptId")?),
             _ => self.krate = Some(value::crate_path(key, input)?),

@@ -51,6 +51,7 @@ pub(crate) fn check<'a>(cx: &mut Ctxt, mut input: Input<'a>) -> Event<'a> {
     let upcasts = chain::check(cx, &mut input);
     let dedup = input.attrs.dedup.take();
     let ordering = input.attrs.ordering.take();
+    behind_dead_has_a_key(cx, &input);
     Event {
         name,
         aliases,
@@ -135,6 +136,27 @@ fn key(cx: &mut Ctxt, input: &Input<'_>, source: Option<KeySource>, kind: Kind) 
             Some(Key::Template(template))
         }
         None => marked.map(Key::Template),
+    }
+}
+
+/// Without an ordering key nothing is behind anything.
+fn behind_dead_has_a_key(cx: &mut Ctxt, input: &Input<'_>) {
+    let (_, on_type) = Kind::Ordering.keys();
+    let is_written = on_type
+        .into_iter()
+        .any(|key| input.attrs.seen.contains(key));
+    let is_marked = match &input.shape {
+        Shape::Struct(fields) => fields.iter().any(|field| field.attrs.ordering.is_some()),
+        // A mark on a field of an enum is an error of its own.
+        Shape::Enum(_) | Shape::Union => false,
+    };
+    if let Some(span) = input.attrs.behind_dead_at
+        && !is_written
+        && !is_marked
+    {
+        let text = "`behind_dead` says nothing without an ordering key; add \
+                    `ordering_key = \"{field}\"`, or remove it";
+        cx.push(syn::Error::new(span, text));
     }
 }
 

@@ -52,6 +52,11 @@ fn implementation(event: &Event<'_>) -> TokenStream {
             const PRIORITY: #private::Priority = #private::Priority::#level;
         }
     });
+    let behind_dead = attrs.behind_dead.as_ref().map(|what| {
+        quote! {
+            const BEHIND_DEAD: #private::BehindDead = #private::BehindDead::#what;
+        }
+    });
     let max_attempts = attrs.max_attempts.map(|Number { value: n, .. }| {
         quote! {
             const MAX_ATTEMPTS: #private::Option<#private::NonZeroU32> =
@@ -74,6 +79,13 @@ fn implementation(event: &Event<'_>) -> TokenStream {
                 #private::Option::Some(#timeout);
         }
     });
+    let expires_in = attrs.expires_in.as_ref().map(|expires_in| {
+        let expires_in = duration(expires_in.value, &private);
+        quote! {
+            const EXPIRES_IN: #private::Option<#private::time::Duration> =
+                #private::Option::Some(#expires_in);
+        }
+    });
     let retention = attrs.retention.as_ref().map(|retention| {
         let retention = duration(retention.value, &private);
         quote! {
@@ -89,10 +101,12 @@ fn implementation(event: &Event<'_>) -> TokenStream {
         const NAME: &'static ::core::primitive::str = #name;
         #aliases
         #version
+        #behind_dead
         #priority
         #max_attempts
         #backoff
         #timeout
+        #expires_in
         #retention
         #decode
         #dedup_key

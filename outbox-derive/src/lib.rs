@@ -62,12 +62,14 @@ mod event_set;
 /// | `oldest_version` | an integer: the first version of which there may be rows left | 1 | 0; later than `version` |
 /// | `dedup_key` | a [key template](#keys) | no key: nothing is a duplicate | a template that names an unknown field, or is ambiguous |
 /// | `dedup_with` | the path of a function from `&Self` to the key | no key | together with `dedup_key` or `dedup` |
-/// | `ordering_key` | a [key template](#keys) | no key | as for `dedup_key` |
+/// | `ordering_key` | a [key template](#keys): events with one key are handled one after the other | no key: in no order | as for `dedup_key` |
 /// | `ordering_with` | the path of a function from `&Self` to the key | no key | together with `ordering_key` or `ordering` |
+/// | `behind_dead` | `"block"`: later events of its ordering key wait while an event of this type is a dead letter; `"skip"`: they go on | `"block"` | another word; without an ordering key |
 /// | `priority` | `"low"`, `"normal"`, `"high"` or `"critical"` | `"normal"` | another level |
 /// | `max_attempts` | an integer: how often a handler may be started | the publishing outbox's setting | 0 |
 /// | `backoff` | `backoff(base = "30s", max = "30m", jitter = 0.2)`, each part optional, with these defaults | the dispatching outbox's setting | a `base` of zero or above `max`; a `jitter` outside 0 to 1 |
 /// | `timeout` | a duration: how long one run of the handler may take | the dispatching outbox's setting | zero |
+/// | `expires_in` | a duration: how long after its publish the event is worth handling; then it is a dead letter of the reason `expired` | for ever | zero; over 100 years |
 /// | `retention` | a duration: how long the row is kept once it is processed; `"0s"` keeps nothing | the publishing outbox's setting | over 100 years |
 /// | `output` | a type: what a handler of this event returns | `()` | not a type |
 /// | `crate` | the path of `outbox-core`, where it was renamed or re-exported: `::shop_outbox` or `crate::outbox` | `::outbox_core` | a relative path |
@@ -119,6 +121,34 @@ mod event_set;
 ///     order_id: u64,
 /// }
 /// ```
+///
+/// # Order
+///
+/// Events with one ordering key are handled one after the other, in the order in which their
+/// transactions commit, by however many processes:
+///
+/// ```
+/// # use outbox_core::OutboxEvent;
+/// # use serde::{Deserialize, Serialize};
+/// #[derive(Serialize, Deserialize, OutboxEvent)]
+/// #[outbox(ordering_key = "account:{account}")]
+/// struct Booked {
+///     account: u64,
+///     cents: i64,
+/// }
+///
+/// #[derive(Serialize, Deserialize, OutboxEvent)]
+/// #[outbox(ordering_key = "sensor:{sensor}", behind_dead = "skip", expires_in = "1h")]
+/// struct Measured {
+///     sensor: u64,
+///     celsius: f64,
+/// }
+/// ```
+///
+/// A key is one order over all types that use it, so a prefix keeps the keys of unrelated types
+/// apart. A booking that ends as a dead letter stops its account until a person has requeued or
+/// discarded it; a measurement does not stop its sensor, and after an hour nobody wants it any
+/// more.
 ///
 /// # Renaming an event
 ///

@@ -41,6 +41,7 @@ snapshot!(
     r#"
     #[outbox(name = "shop.order-paid", version = 2, oldest_version = 2, priority = "high", max_attempts = 8)]
     #[outbox(backoff(max = "1h"), timeout = "1500ms", retention = "7d", output = Vec<ReceiptId>)]
+    #[outbox(expires_in = "1d", ordering_key = "{order_id}", behind_dead = "skip")]
     struct OrderPaid { order_id: u64 }
     "#
 );

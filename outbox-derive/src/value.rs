@@ -85,6 +85,22 @@ pub(crate) fn priority(key: &Ident, input: ParseStream<'_>) -> syn::Result<Ident
         .ok_or_else(|| wrong_value(literal.span(), key, expected))
 }
 
+pub(crate) fn behind_dead(key: &Ident, input: ParseStream<'_>) -> syn::Result<Ident> {
+    let expected = "`\"block\"` or `\"skip\"`";
+    let literal = literal(key, input, expected)?;
+    let variant = match &literal {
+        Lit::Str(word) => match word.value().as_str() {
+            "block" => Some("Block"),
+            "skip" => Some("Skip"),
+            _ => None,
+        },
+        _ => None,
+    };
+    variant
+        .map(|variant| Ident::new(variant, Span::call_site()))
+        .ok_or_else(|| wrong_value(literal.span(), key, expected))
+}
+
 pub(crate) fn function(key: &Ident, input: ParseStream<'_>) -> syn::Result<ExprPath> {
     let expected = "the path of a function, without quotes, such as `Self::key`";
     equals(key, input, expected)?;

@@ -83,6 +83,14 @@ mod postgres {
             .unwrap();
         }
 
+        async fn expire(&self, row: i64) {
+            self.execute(
+                "UPDATE outbox.outbox_events SET expires_at = clock_timestamp() WHERE id = $1",
+                row,
+            )
+            .await;
+        }
+
         async fn age_dead_letter(&self, row: i64, age: Duration) {
             sqlx::query(
                 "UPDATE outbox.outbox_events_dead \
@@ -232,6 +240,15 @@ mod sqlite {
                  WHERE id = ?1 AND lease_token IS NOT NULL",
                 row,
                 remaining,
+            )
+            .await;
+        }
+
+        async fn expire(&self, row: i64) {
+            self.execute(
+                "UPDATE outbox_events SET expires_at = \
+                 CAST(unixepoch('subsec') * 1000000 AS INTEGER) - 1000 WHERE id = ?1",
+                row,
             )
             .await;
         }

@@ -94,9 +94,11 @@ async fn events_in_every_state<S: Store>(outbox: &Outbox<S>) -> i64 {
         instance: GONE,
         events: &[KnownEvent {
             name: "order.paid",
+            handler: None,
             newest_version: NonZeroU32::MIN,
         }],
         low_water: LowWater::BEGINNING,
+        freed: &[],
     };
     assert_eq!(store.claim(&request).await.unwrap().len(), 1);
     ids[2].row()

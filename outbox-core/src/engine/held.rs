@@ -130,6 +130,22 @@ impl Held {
         *renew_at = renewal_after(sent_at, lease);
     }
 
+    /// Has the leases of these rows extended at the next turn: that is how a run hears that its event
+    /// is not this process's any more.
+    pub(crate) fn renew_now(&self, rows: &[i64]) {
+        if rows.is_empty() {
+            return;
+        }
+        let now = Instant::now();
+        for (lease, state) in self.lock().iter_mut() {
+            if let State::Running(running) = state
+                && rows.contains(&lease.row)
+            {
+                running.renew_at = now;
+            }
+        }
+    }
+
     /// Leases to be extended, in the order of their rows: all writers lock rows in that order.
     pub(crate) fn to_renew(&self) -> Vec<HeldLease> {
         let now = Instant::now();
@@ -250,17 +266,20 @@ mod tests {
     fn run() -> Run {
         let settings = crate::settings::Draft::default().check().unwrap();
         let handler = |_: Ping| async { Ok::<_, crate::HandlerError>(()) };
-        let registration = crate::registry::Registration::new::<Ping>(handler);
+        let registration =
+            crate::registry::Registration::new::<Ping>(crate::HandlerOptions::new(), handler);
         let registry = crate::registry::Registry::build(vec![registration], &settings).unwrap();
         let about = About {
             id: crate::EventId::new(uuid::Uuid::nil(), 1),
             name: "ping".into(),
+            handler: None,
             attempt: NonZeroU32::MIN,
             max_attempts: NonZeroU32::MIN,
+            ordering_key: None,
         };
         Run {
             about,
-            entry: Arc::clone(registry.get("ping").unwrap()),
+            entry: Arc::clone(registry.get("ping").unwrap().unnamed().unwrap()),
             waiter: None,
             started: true,
         }

@@ -3,7 +3,8 @@
 //! The rows were *born leased*: this process has held them since their INSERT, so nothing has to
 //! be claimed. But whether they exist is known only to the database. A rolled-back savepoint
 //! removed some, an aborted transaction (whose COMMIT answers without an error) all, and a slow
-//! transaction may have used up the lease. So before any handler is called, one statement asks for
+//! transaction may have used up the lease; and an earlier event of the same ordering key may not be
+//! settled. So before any handler is called, one statement asks for
 //! all that can start now which of them are there, under their token, and for how long.
 //!
 //! The queue is bounded where it fills: a place is reserved when the row is written, and a publish
@@ -20,6 +21,7 @@ use tokio::sync::{Mutex, OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio::time::Instant;
 
 use crate::engine::settler::Waiter;
+use crate::engine::split::{self, Place};
 use crate::engine::{Shared, Start, wait};
 use crate::event::{EventId, Priority};
 use crate::lease::{HeldLease, LeaseToken};
@@ -70,6 +72,7 @@ pub(crate) struct BornLeased {
     pub(crate) version: NonZeroU32,
     pub(crate) payload: String,
     pub(crate) headers: Option<String>,
+    pub(crate) ordering_key: Option<String>,
     pub(crate) priority: Priority,
     pub(crate) max_attempts: NonZeroU32,
     pub(crate) waiter: Waiter,
@@ -90,14 +93,18 @@ impl BornLeased {
             id: verified.id,
             token: self.token,
             name: self.name.to_owned(),
+            handler: None,
+            origin: None,
             version: self.version,
             payload: self.payload,
             headers: self.headers,
+            ordering_key: self.ordering_key,
             priority: self.priority,
             waited: false,
             attempt: NonZeroU32::MIN,
             max_attempts: self.max_attempts,
             created_at: verified.created_at,
+            expired: verified.expired,
         };
         (claimed, self.waiter)
     }
@@ -176,7 +183,7 @@ pub(crate) async fn run<S: Store>(
 enum Next {
     Handover(Option<Handover>),
     /// A handler can start.
-    Capacity(Capacity),
+    Capacity(Place),
     /// The oldest of the queue has waited too long.
     Stale,
 }
@@ -268,7 +275,7 @@ impl<S: Store> Dispatcher<S> {
     }
 
     /// Starts as many as there is capacity for. With an error, what was not started is still queued.
-    async fn dispatch(&mut self, first: Capacity) -> Result<(), crate::StoreError> {
+    async fn dispatch(&mut self, first: Place) -> Result<(), crate::StoreError> {
         let shared = Arc::clone(&self.shared);
         let Some(_asking) = shared.may_ask() else {
             return Ok(());
@@ -288,25 +295,28 @@ impl<S: Store> Dispatcher<S> {
     }
 
     /// `first` and as much as can be had without waiting.
-    fn capacity(&self, first: Capacity) -> Vec<Capacity> {
+    fn capacity(&self, first: Place) -> Vec<Place> {
         let wanted = std::cmp::min(self.queue.len() + self.asked.len(), BATCH_MAX);
         let mut capacity = vec![first];
         while capacity.len() < wanted {
-            let (Ok(run), Ok(slot)) = (
-                Arc::clone(&self.permits).try_acquire_owned(),
-                Arc::clone(&self.shared.slots).try_acquire_owned(),
-            ) else {
+            let Some(place) = self.free_place() else {
                 break;
             };
-            capacity.push((run, slot));
+            capacity.push(place);
         }
         capacity
+    }
+
+    fn free_place(&self) -> Option<Place> {
+        let permit = Arc::clone(&self.permits).try_acquire_owned().ok()?;
+        let slot = Arc::clone(&self.shared.slots).try_acquire_owned().ok()?;
+        Some((permit, slot))
     }
 
     async fn verify_and_start(
         &mut self,
         batch: Vec<Queued>,
-        capacity: &mut Vec<Capacity>,
+        capacity: &mut Vec<Place>,
     ) -> Result<(), crate::StoreError> {
         let leases: Vec<HeldLease> = batch.iter().map(|queued| queued.born.lease()).collect();
         let asked_at = Instant::now();
@@ -327,6 +337,7 @@ impl<S: Store> Dispatcher<S> {
             .map(|v| v.lease)
             .collect();
         let renewed = self.renew(&to_renew).await;
+        let mut starts = Vec::new();
         for queued in batch {
             let lease = queued.born.lease();
             let found = verified.iter().find(|verified| verified.lease == lease);
@@ -340,6 +351,11 @@ impl<S: Store> Dispatcher<S> {
                 );
                 continue;
             };
+            if verified.blocked {
+                // Its turn comes when the earlier event is settled, and that wakes the relays.
+                self.shared.release(lease, queued.born.waiter);
+                continue;
+            }
             let trusted_until = if verified.remaining >= short {
                 asked_at + verified.remaining
             } else if renewed.contains(&lease) {
@@ -350,22 +366,27 @@ impl<S: Store> Dispatcher<S> {
                 self.shared.release(lease, queued.born.waiter);
                 continue;
             };
-            let Some((permit, slot)) = capacity.pop() else {
+            let Some(place) = capacity.pop() else {
                 self.shared.release(lease, queued.born.waiter);
                 continue;
             };
             let Queued { born, .. } = queued;
             let (claimed, waiter) = born.into_claimed(verified);
             self.shared.counters.claimed.one();
-            self.shared.start(Start {
+            starts.push(Start {
                 claimed,
                 trusted_until,
-                permit,
-                slot,
+                place,
                 waiter,
             });
         }
+        self.start_all(starts, capacity).await;
         Ok(())
+    }
+
+    async fn start_all(&self, starts: Vec<Start>, spare: &mut Vec<Place>) {
+        let more = || spare.pop().or_else(|| self.free_place());
+        split::start_all(&self.shared, starts, more).await;
     }
 
     async fn renew(&self, leases: &[HeldLease]) -> Vec<HeldLease> {
@@ -398,7 +419,7 @@ impl<S: Store> Dispatcher<S> {
     async fn claim_and_start(
         &mut self,
         asked: Vec<Asked>,
-        mut capacity: Vec<Capacity>,
+        mut capacity: Vec<Place>,
     ) -> Result<(), crate::StoreError> {
         let settings = &self.shared.settings;
         let mut rows: Vec<i64> = asked.iter().map(|asked| asked.row).collect();
@@ -411,6 +432,7 @@ impl<S: Store> Dispatcher<S> {
             instance: &settings.instance,
             events: self.shared.registry.known(),
             low_water: LowWater::BEGINNING,
+            freed: &[],
         };
         let trusted_until = Instant::now() + settings.lease;
         self.shared.counters.claims.one();
@@ -422,6 +444,7 @@ impl<S: Store> Dispatcher<S> {
             }
         };
         self.shared.counters.claimed.add(claimed.len());
+        let mut starts = Vec::new();
         for claimed in claimed {
             let row = claimed.id.row();
             let waiter = asked
@@ -429,24 +452,19 @@ impl<S: Store> Dispatcher<S> {
                 .find(|asked| asked.row == row)
                 .and_then(|asked| asked.waiter.clone());
             match capacity.pop() {
-                Some((permit, slot)) => {
-                    self.shared.start(Start {
-                        claimed,
-                        trusted_until,
-                        permit,
-                        slot,
-                        waiter,
-                    });
-                }
+                Some(place) => starts.push(Start {
+                    claimed,
+                    trusted_until,
+                    place,
+                    waiter,
+                }),
                 None => self.shared.release(claimed.lease(), waiter),
             }
         }
+        self.start_all(starts, &mut capacity).await;
         Ok(())
     }
 }
-
-/// A permit to run, and a slot to hold what runs.
-type Capacity = (OwnedSemaphorePermit, OwnedSemaphorePermit);
 
 fn limit(capacity: usize) -> NonZeroU32 {
     u32::try_from(capacity)

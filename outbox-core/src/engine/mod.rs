@@ -7,12 +7,15 @@
 //! The loops run on a thread of their own and the handlers on the application's runtime. That is
 //! the only way to keep leases alive while a handler blocks every thread it can get.
 
+pub(crate) mod awaited;
+pub(crate) mod freed;
 pub(crate) mod held;
 pub(crate) mod inline;
 pub(crate) mod settler;
 
 mod keeper;
 mod shutdown;
+pub(crate) mod split;
 mod transactional;
 pub(crate) mod wait;
 pub(crate) mod wake;
@@ -25,7 +28,7 @@ use std::time::Duration;
 
 use futures_util::FutureExt;
 use tokio::runtime::Handle;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+use tokio::sync::{Semaphore, mpsc, oneshot};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -33,11 +36,16 @@ use tokio_util::task::task_tracker::TaskTrackerToken;
 
 use crate::counters::Counters;
 use crate::dispatch::{self, Failure, Finding};
+use crate::engine::awaited::Awaited;
+use crate::engine::freed::Freed;
 use crate::engine::held::{Held, Holding, Run, renewal_after};
 use crate::engine::settler::{About, Ending, Waiter};
 use crate::engine::wake::Wake;
+use crate::event::EventId;
 use crate::handler::Delivery;
+use crate::lane::Entered;
 use crate::lease::HeldLease;
+use crate::outcome::Outcome;
 use crate::registry::{Entry, ErasedHandler, Registry, Runner, Transactional};
 use crate::settings::{Settings, Threads};
 use crate::settled::Hooks;
@@ -64,6 +72,10 @@ pub(crate) struct Shared<S: Store> {
     pub(crate) hooks: Arc<Hooks>,
     pub(crate) held: Held,
     pub(crate) wake: Wake,
+    /// Ordering keys whose next event may be below the relay's marks.
+    pub(crate) freed: Freed,
+    /// Events whose end is waited for.
+    pub(crate) awaited: Awaited,
     /// No new runs: a shutdown has begun.
     pub(crate) stopping: CancellationToken,
     /// Calls whose answer may be rows that this process then holds.
@@ -87,10 +99,8 @@ pub(crate) struct Shared<S: Store> {
 pub(crate) struct Start {
     pub(crate) claimed: Claimed,
     pub(crate) trusted_until: Instant,
-    /// Bounds the handlers that run at once. Kept until the handler returns.
-    pub(crate) permit: OwnedSemaphorePermit,
-    /// Bounds what is held. Kept until the outcome is stored.
-    pub(crate) slot: OwnedSemaphorePermit,
+    /// The permit is kept until the handler returns, the slot until the outcome is stored.
+    pub(crate) place: split::Place,
     pub(crate) waiter: Waiter,
 }
 
@@ -100,12 +110,17 @@ impl<S: Store> Shared<S> {
         let Start {
             claimed,
             trusted_until,
-            permit,
-            slot,
+            place: (permit, slot),
             waiter,
         } = start;
         let lease = claimed.lease();
-        let Some(entry) = self.registry.reading(&claimed.name, claimed.version) else {
+        let handlers = self.registry.reading(&claimed.name, claimed.version);
+        let entry = handlers.and_then(|handlers| match claimed.handler.as_deref() {
+            // Whose it is matters no more.
+            None if claimed.expired => handlers.all().first(),
+            handler => handlers.of(handler),
+        });
+        let Some(entry) = entry else {
             // Claims name the events there are handlers for, so this is a store's mistake; the
             // event is given back uncharged to whoever knows it.
             tracing::error!(event_name = %claimed.name, version = %claimed.version, "claimed an event without a handler");
@@ -117,6 +132,23 @@ impl<S: Store> Shared<S> {
             self.release(lease, waiter);
             return;
         }
+        if claimed.expired {
+            // Nothing runs, so nothing is held: were this process to die here, the lease would end
+            // and the next claim find it expired again.
+            self.end(Ending::Settle {
+                lease,
+                about: About::claimed(&claimed),
+                outcome: Outcome::Expired,
+                at: Instant::now(),
+                waiter,
+            });
+            return;
+        }
+        let Some(entered) = entry.lane.enter() else {
+            // It had room when the event was claimed.
+            self.release(lease, waiter);
+            return;
+        };
         // From what is left of it, because a row is born with a shorter lease than a claim gives.
         let now = Instant::now();
         let renew_at = renewal_after(now, trusted_until.saturating_duration_since(now));
@@ -146,11 +178,16 @@ impl<S: Store> Shared<S> {
         };
         self.handlers.spawn(async move {
             let _permit = permit;
+            let _entered = Leaving {
+                shared: Arc::clone(&unfinished.shared),
+                limited: entry.lane.has_limit(),
+                entered: Some(entered),
+            };
             let shared = &unfinished.shared;
             if !shared.held.start(lease, overdue_after) {
                 return;
             }
-            let finding = match (&entry.runner, shared.transactional.get(entry.name)) {
+            let finding = match (&entry.runner, shared.transactional.get(&entry.key())) {
                 (Runner::Plain(handler), _) => {
                     run_claimed(&**handler, &entry, &claimed, &interrupt).await
                 }
@@ -208,6 +245,7 @@ impl<S: Store> Shared<S> {
     }
 
     fn settle(&self, lease: HeldLease, run: Run, finding: Finding) {
+        run.entry.lane.report(&finding);
         let Run {
             about,
             entry,
@@ -289,6 +327,23 @@ impl<S: Store> Shared<S> {
     }
 }
 
+/// Travels with a run until its handler has returned.
+struct Leaving<S: Store> {
+    shared: Arc<Shared<S>>,
+    limited: bool,
+    entered: Option<Entered>,
+}
+
+impl<S: Store> Drop for Leaving<S> {
+    fn drop(&mut self) {
+        // In this order: the relay is woken to find the room that this makes.
+        self.entered = None;
+        if self.limited {
+            self.shared.wake.local();
+        }
+    }
+}
+
 /// Travels with a run. Dropped without a result, because the run was interrupted or its runtime is
 /// gone, it gives the claim back, unless the event is no longer ours.
 struct Unfinished<S: Store> {
@@ -341,7 +396,12 @@ fn delivery(
     })?;
     Ok(Delivery {
         event_id: claimed.id,
+        origin: match claimed.origin {
+            Some(row) => EventId::new(claimed.id.installation(), row),
+            None => claimed.id,
+        },
         event_name: entry.name,
+        handler: entry.handler,
         version: claimed.version,
         attempt: claimed.attempt,
         max_attempts: claimed.max_attempts,
@@ -389,6 +449,8 @@ impl<S: Store> Engine<S> {
             hooks: Arc::clone(&parts.hooks),
             held: Held::default(),
             wake: Wake::default(),
+            freed: Freed::default(),
+            awaited: Awaited::default(),
             stopping: CancellationToken::new(),
             asking: TaskTracker::new(),
             unstored: Mutex::default(),
@@ -423,6 +485,7 @@ impl<S: Store> Engine<S> {
         }
         engine.spawn_loop("renewal", keeper::renew_leases);
         engine.spawn_loop("watch", keeper::watch_runs);
+        engine.spawn_loop("awaited", awaited::run);
         if engine.shared.settings.notifications {
             engine.spawn_loop("notifier", wake::run);
         }

@@ -39,8 +39,11 @@ const REFUSALS_MAX: u32 = 3;
 pub(crate) struct About {
     pub(crate) id: EventId,
     pub(crate) name: Arc<str>,
+    pub(crate) handler: Option<Arc<str>>,
     pub(crate) attempt: NonZeroU32,
     pub(crate) max_attempts: NonZeroU32,
+    /// The next event of this key waits for it.
+    pub(crate) ordering_key: Option<String>,
 }
 
 impl About {
@@ -48,8 +51,11 @@ impl About {
         Self {
             id: row.id,
             name: row.name.as_str().into(),
+            handler: row.handler.as_deref().map(Arc::from),
             attempt: row.attempt,
             max_attempts: row.max_attempts,
+            // The dead letter blocks its key, as a rule.
+            ordering_key: None,
         }
     }
 
@@ -57,8 +63,10 @@ impl About {
         Self {
             id: claimed.id,
             name: claimed.name.as_str().into(),
+            handler: claimed.handler.as_deref().map(Arc::from),
             attempt: claimed.attempt,
             max_attempts: claimed.max_attempts,
+            ordering_key: claimed.ordering_key.clone(),
         }
     }
 }
@@ -317,7 +325,7 @@ fn is_bare(settlements: &[Settlement]) -> bool {
             Outcome::Retry { error, .. } | Outcome::Dead { error, .. } => {
                 error.as_str() == UNRECORDABLE
             }
-            Outcome::Discarded { .. } => true,
+            Outcome::Expired | Outcome::Discarded { .. } => true,
         },
         _ => false,
     }
@@ -345,7 +353,7 @@ fn without_content((settlement, about, waiter): Pending) -> Pending {
             error: ErrorText::new(&UNRECORDABLE),
         },
         // Nothing of it is stored.
-        discarded @ Outcome::Discarded { .. } => discarded,
+        bare @ (Outcome::Expired | Outcome::Discarded { .. }) => bare,
     };
     (
         Settlement {
@@ -375,8 +383,20 @@ pub(super) fn recorded<S: Store>(
     outcome: &Outcome,
 ) {
     shared.held.forget(lease);
+    if let Some(key) = &about.ordering_key {
+        free_next(shared, key, outcome);
+    }
+    shared.awaited.settled(lease.row, outcome);
     count_and_log(shared, about, outcome);
     shared.hooks.settled(&SettledEvent::new(about, outcome));
+}
+
+/// Has the relays look at the next event of the key, if this one is not in its way any more.
+fn free_next<S: Store>(shared: &Shared<S>, key: &str, outcome: &Outcome) {
+    if !matches!(outcome, Outcome::Retry { .. }) {
+        shared.freed.add([key.to_owned()]);
+        shared.wake.everyone();
+    }
 }
 
 /// Lets go of an event that is somebody else's by now.
@@ -424,6 +444,14 @@ fn count_and_log<S: Store>(shared: &Shared<S>, about: &About, outcome: &Outcome)
                 %reason,
                 %error,
                 "event is a dead letter"
+            );
+        }
+        Outcome::Expired => {
+            shared.counters.dead.one();
+            tracing::error!(
+                event_id = %about.id,
+                event_name = %about.name,
+                "event is a dead letter: it expired before a handler was started"
             );
         }
         Outcome::Discarded { error } => {

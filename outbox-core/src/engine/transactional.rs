@@ -73,9 +73,11 @@ async fn commit<S: Store>(
         shared.refuse_late_result(lease);
         return roll_back(shared, tx).await;
     };
+    let done = Finding::Done(output);
+    run.entry.lane.report(&done);
     let about = &run.about;
     let outcome = dispatch::decide(
-        Finding::Done(output),
+        done,
         about.attempt,
         about.max_attempts,
         &run.entry.backoff,

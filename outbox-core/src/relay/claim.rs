@@ -1,18 +1,22 @@
 //! The claim loop: as many due events as can start now, whenever there may be some.
 
+use std::borrow::Cow;
+use std::collections::HashMap;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
-use tokio::sync::OwnedSemaphorePermit;
 use tokio::time::Instant;
 
+use crate::engine::split::{self, Place};
 use crate::engine::{Start, wait};
+use crate::lane::Lane;
 use crate::lease::LeaseToken;
 use crate::outcome::ErrorText;
+use crate::registry::{Claimable, HandlerKey};
 use crate::relay::RelayParts;
 use crate::relay::low_water::Marks;
-use crate::store::{ClaimRequest, Claimed, LowWater, Store, StoreError};
+use crate::store::{ClaimRequest, Claimed, KnownEvent, LowWater, Store, StoreError};
 
 /// The shortest pause of the poll, right after activity.
 const POLL_MIN: Duration = Duration::from_millis(50);
@@ -23,8 +27,7 @@ const GATHER: Duration = Duration::from_millis(2);
 
 /// Runs until the relay stops.
 pub(crate) async fn run<S: Store>(parts: Arc<RelayParts<S>>) {
-    let mut marks = Marks::new();
-    let mut reserve = Reserve::default();
+    let mut claimer = Claimer::default();
     let mut poll = Poll::new(parts.poll);
     let mut pause = wait::Pause::new(Duration::from_millis(50), Duration::from_secs(5));
     loop {
@@ -34,17 +37,15 @@ pub(crate) async fn run<S: Store>(parts: Arc<RelayParts<S>>) {
         let Some(asking) = parts.shared.may_ask() else {
             return;
         };
-        let found = claim(&parts, capacity, &mut marks, &mut reserve).await;
+        let found = claimer.claim(&parts, capacity).await;
         drop(asking);
         match found {
             Ok(found) => {
                 pause.reset();
-                if found.rows > 0 {
+                if found.any {
                     poll.reset();
                 }
-                // Fewer than asked for, and looked for from the beginning: nothing is due that we
-                // could take. (After a look from the marks, one from the beginning comes first.)
-                if found.rows < found.asked && found.everywhere {
+                if !found.more {
                     poll.wait(&parts).await;
                 }
             }
@@ -62,8 +63,7 @@ pub(crate) async fn run<S: Store>(parts: Arc<RelayParts<S>>) {
     }
 }
 
-/// Permits to run, each with a slot to hold what runs.
-pub(super) type Capacity = Vec<(OwnedSemaphorePermit, OwnedSemaphorePermit)>;
+pub(super) type Capacity = Vec<Place>;
 
 /// Waits until something can start, and takes what is free for up to `batch`. `None` once the relay
 /// stops.
@@ -83,61 +83,175 @@ pub(super) async fn gather<S: Store>(parts: &RelayParts<S>, batch: NonZeroU32) -
     }
     let mut capacity = vec![first];
     while capacity.len() < batch.get() as usize {
-        let (Ok(permit), Ok(slot)) = (
-            Arc::clone(permits).try_acquire_owned(),
-            Arc::clone(slots).try_acquire_owned(),
-        ) else {
+        let Some(place) = free_place(parts) else {
             break;
         };
-        capacity.push((permit, slot));
+        capacity.push(place);
     }
     Some(capacity)
 }
 
+fn free_place<S: Store>(parts: &RelayParts<S>) -> Option<Place> {
+    let permit = Arc::clone(&parts.permits).try_acquire_owned().ok()?;
+    let slot = Arc::clone(&parts.shared.slots).try_acquire_owned().ok()?;
+    Some((permit, slot))
+}
+
+#[derive(Default)]
 struct Found {
-    asked: usize,
-    rows: usize,
-    /// Whether the claim looked from the beginning.
-    everywhere: bool,
+    any: bool,
+    /// Whether a claim took as many as it asked for.
+    full: bool,
+    /// Whether to look again at once: there may be more to claim.
+    more: bool,
 }
 
-async fn claim<S: Store>(
-    parts: &RelayParts<S>,
-    capacity: Capacity,
-    marks: &mut Marks,
-    reserve: &mut Reserve,
-) -> Result<Found, StoreError> {
-    let shared = &parts.shared;
-    let asked = capacity.len();
-    let look = marks.look();
-    let request = request(parts, asked, reserve, look.from);
-    // Read before the statement is sent, so that a slow round trip shortens the time we trust the
-    // lease and never stretches it.
-    let trusted_until = Instant::now() + request.lease;
-    shared.counters.claims.one();
-    let claimed = shared.store.claim(&request).await?;
-    marks.learn(look, &claimed, asked);
-    let found = Found {
-        asked,
-        rows: claimed.len(),
-        everywhere: look.full,
-    };
-    start_all(parts, claimed, capacity, trusted_until);
-    Ok(found)
+/// What the claim loop remembers from one round to the next.
+#[derive(Default)]
+struct Claimer {
+    /// Where to begin looking, for each kind of share.
+    marks: HashMap<Option<HandlerKey>, Marks>,
+    reserve: Reserve,
+    turns: Turns,
 }
 
-/// The claim of up to `asked` rows, under a new token.
+impl Claimer {
+    /// Claims and starts what there is room for: one statement for all handlers without a limit of
+    /// their own, and one for each of the others.
+    async fn claim<S: Store>(
+        &mut self,
+        parts: &RelayParts<S>,
+        mut capacity: Capacity,
+    ) -> Result<Found, StoreError> {
+        let freed = parts.shared.freed.take();
+        let found = self.claim_shares(parts, &mut capacity, &freed).await;
+        if found.as_ref().map_or(true, |found| found.full) {
+            // There may have been no room for what waited behind them.
+            parts.shared.freed.add(freed);
+        }
+        found
+    }
+
+    async fn claim_shares<S: Store>(
+        &mut self,
+        parts: &RelayParts<S>,
+        capacity: &mut Capacity,
+        freed: &[String],
+    ) -> Result<Found, StoreError> {
+        let mut found = Found::default();
+        let claimable = parts.shared.registry.claimable();
+        for share in self.turns.next(claimable, capacity.len()) {
+            let Some(limit) = limit(std::cmp::min(share.limit, capacity.len())) else {
+                // Without room for the rest, there is no telling whether there is more of it.
+                found.full = true;
+                found.more = true;
+                break;
+            };
+            let of_share = self
+                .claim_share(parts, &share, limit, capacity, freed)
+                .await?;
+            found.any |= of_share.any;
+            found.full |= of_share.full;
+            found.more |= of_share.more;
+        }
+        Ok(found)
+    }
+
+    async fn claim_share<S: Store>(
+        &mut self,
+        parts: &RelayParts<S>,
+        share: &Share<'_>,
+        limit: NonZeroU32,
+        capacity: &mut Capacity,
+        freed: &[String],
+    ) -> Result<Found, StoreError> {
+        let shared = &parts.shared;
+        let asked = limit.get() as usize;
+        let marks = self.marks.entry(share.of).or_default();
+        let look = marks.look();
+        let request = ClaimRequest {
+            events: &share.events,
+            freed,
+            ..request(parts, limit, &mut self.reserve, look.from)
+        };
+        // Read before the statement is sent, so that a slow round trip shortens the time we trust
+        // the lease and never stretches it.
+        let sent_at = Instant::now();
+        let trusted_until = sent_at + request.lease;
+        shared.counters.claims.one();
+        let claimed = shared.store.claim(&request).await?;
+        let full = claimed.len() >= asked;
+        marks.learn(look, &claimed, asked, sent_at.elapsed());
+        let any = !claimed.is_empty();
+        start_all(parts, claimed, capacity, trusted_until).await;
+        Ok(Found {
+            any,
+            full,
+            // Fewer than asked for, and looked for from the beginning: nothing is due that we could
+            // take. (After a look from the marks, one from the beginning comes first, unless the last
+            // one was long and not long ago.)
+            more: full || (!look.full && marks.look().full),
+        })
+    }
+}
+
+/// What one claim of a round is for.
+pub(super) struct Share<'a> {
+    /// The handler, if it has a limit of its own.
+    of: Option<HandlerKey>,
+    pub(super) events: Cow<'a, [KnownEvent]>,
+    pub(super) limit: usize,
+    /// Where its limit is.
+    pub(super) lane: Option<Arc<Lane>>,
+}
+
+/// Whose claim of a round comes first: each in turn, so that none takes all the room every time.
+#[derive(Default)]
+pub(super) struct Turns {
+    first: usize,
+}
+
+impl Turns {
+    pub(super) fn next<'a>(
+        &mut self,
+        claimable: Claimable<'a>,
+        room: usize,
+    ) -> impl Iterator<Item = Share<'a>> + use<'a> {
+        let mut shares = Vec::with_capacity(1 + claimable.limited.len());
+        if !claimable.open.is_empty() {
+            shares.push(Share {
+                of: None,
+                events: claimable.open,
+                limit: room,
+                lane: None,
+            });
+        }
+        shares.extend(claimable.limited.into_iter().map(|limited| Share {
+            of: Some(limited.of),
+            events: Cow::Owned(limited.events),
+            limit: limited.room,
+            lane: Some(limited.lane),
+        }));
+        if !shares.is_empty() {
+            self.first = (self.first + 1) % shares.len();
+            shares.rotate_left(self.first);
+        }
+        shares.into_iter()
+    }
+}
+
+pub(super) fn limit(rows: usize) -> Option<NonZeroU32> {
+    u32::try_from(rows).ok().and_then(NonZeroU32::new)
+}
+
+/// The claim of up to `limit` rows, under a new token.
 pub(super) fn request<'a, S: Store>(
     parts: &'a RelayParts<S>,
-    asked: usize,
+    limit: NonZeroU32,
     reserve: &mut Reserve,
     low_water: LowWater,
 ) -> ClaimRequest<'a> {
     let settings = &parts.shared.settings;
-    let limit = u32::try_from(asked)
-        .ok()
-        .and_then(NonZeroU32::new)
-        .unwrap_or(NonZeroU32::MIN);
     ClaimRequest {
         limit,
         reserved: reserve.of(limit),
@@ -146,33 +260,34 @@ pub(super) fn request<'a, S: Store>(
         instance: &settings.instance,
         events: parts.shared.registry.known(),
         low_water,
+        freed: &[],
     }
 }
 
-/// Starts a handler for everything that was claimed.
-pub(super) fn start_all<S: Store>(
+/// Starts the handlers of everything that was claimed. Answers whether something was left to be
+/// claimed again, for want of room.
+pub(super) async fn start_all<S: Store>(
     parts: &RelayParts<S>,
     claimed: Vec<Claimed>,
-    mut capacity: Capacity,
+    capacity: &mut Capacity,
     trusted_until: Instant,
-) {
+) -> bool {
     let shared = &parts.shared;
     shared.counters.claimed.add(claimed.len());
+    let mut starts = Vec::with_capacity(claimed.len());
     for claimed in claimed {
         match capacity.pop() {
-            Some((permit, slot)) => {
-                shared.start(Start {
-                    claimed,
-                    trusted_until,
-                    permit,
-                    slot,
-                    waiter: None,
-                });
-            }
+            Some(place) => starts.push(Start {
+                claimed,
+                trusted_until,
+                place,
+                waiter: None,
+            }),
             // A store that took more than it was asked for: given back, not run beyond the limit.
             None => shared.release(claimed.lease(), None),
         }
     }
+    split::start_all(shared, starts, || free_place(parts)).await
 }
 
 /// How much of each claim is for due retries and delays: a quarter, so that neither they nor new

@@ -5,20 +5,22 @@
 //! chunk is not an error, and nothing is lost by it.
 
 use std::num::NonZeroU32;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::Instant;
 
 use crate::cadence::{Cadence, PassReport};
 use crate::engine::settler::{About, Ending};
+use crate::lane::Lane;
 use crate::lease::LeaseToken;
 use crate::outcome::{DeadReason, ErrorText, Outcome};
 use crate::relay::RelayParts;
-use crate::relay::claim::{self, Reserve, stoppable};
+use crate::relay::claim::{self, Reserve, Turns, stoppable};
 use crate::settings::LEASE_MAX;
 use crate::store::{
-    LEASE_ENDED, LowWater, Pass, Store, StoreError, StoreErrorKind, SweepChunk, SweepRequest,
-    Unhandled, Upkeep,
+    ClaimRequest, LEASE_ENDED, LowWater, Pass, Store, StoreError, StoreErrorKind, SweepChunk,
+    SweepRequest, Unhandled, Upkeep,
 };
 
 /// How many rows one chunk of a sweep looks at: a few milliseconds.
@@ -155,8 +157,22 @@ impl<S: Store> Running<'_, S> {
     }
 
     fn warn_of_unhandled(&self) {
+        for ((name, handler), waiting) in &self.report.missing_handlers {
+            tracing::warn!(
+                event_name = name.as_str(),
+                handler = handler.as_str(),
+                waiting,
+                "events wait for a handler that is not here: it was removed, or got another name"
+            );
+        }
         for (name, waiting) in &self.report.unhandled {
             let name = name.as_str();
+            let missing = self.report.missing_handlers.iter();
+            let of_name = missing.filter(|((of, _), _)| of == name);
+            let waiting = waiting - of_name.map(|(_, rows)| rows).sum::<u64>();
+            if waiting == 0 {
+                continue;
+            }
             match self.report.later_versions.get(name) {
                 Some(version) => tracing::warn!(
                     event_name = name,
@@ -206,11 +222,19 @@ impl<S: Store> Running<'_, S> {
         self.report.cut_leases += chunk.cut_leases;
         for Unhandled {
             name,
+            handler,
             version,
             rows,
         } in chunk.unhandled
         {
-            if shared.registry.get(&name).is_some() {
+            let handlers = shared.registry.get(&name);
+            let missing = handler.filter(|handler| {
+                handlers.is_none_or(|handlers| handlers.of(Some(handler)).is_none())
+            });
+            if let Some(handler) = missing {
+                let missing = (name.clone(), handler);
+                *self.report.missing_handlers.entry(missing).or_default() += rows;
+            } else if handlers.is_some() {
                 let newest = self.report.later_versions.entry(name.clone());
                 let newest = newest.or_insert(version);
                 *newest = std::cmp::max(*newest, version);
@@ -223,6 +247,7 @@ impl<S: Store> Running<'_, S> {
     /// the longest until the next pass is due, which has more to do than that. So it comes last.
     async fn dispatch_due(&mut self) -> Result<(), Cut> {
         let mut reserve = Reserve::default();
+        let mut turns = Turns::default();
         let until = self.begun + self.every;
         while Instant::now() < until {
             // Handlers can keep all permits for longer than that.
@@ -230,20 +255,39 @@ impl<S: Store> Running<'_, S> {
             let Ok(capacity) = tokio::time::timeout_at(until, gathering).await else {
                 break;
             };
-            let capacity = capacity.ok_or(Cut::Stopped)?;
+            let mut capacity = capacity.ok_or(Cut::Stopped)?;
             let shared = &self.parts.shared;
             let _asking = shared.may_ask().ok_or(Cut::Stopped)?;
             let asked = capacity.len();
-            let request = claim::request(self.parts, asked, &mut reserve, LowWater::BEGINNING);
-            let trusted_until = Instant::now() + request.lease;
-            shared.counters.claims.one();
-            let claimed = shared.store.claim_in(self.pass, &request).await?;
-            let claimed = claimed.ok_or(Cut::StoodDown)?;
-            let found = claimed.len();
-            self.report.dispatched += count(found);
-            claim::start_all(self.parts, claimed, capacity, trusted_until);
-            if found < asked {
+            let mut more = false;
+            let mut full: Vec<Arc<Lane>> = Vec::new();
+            for share in turns.next(shared.registry.claimable(), asked) {
+                let limit = std::cmp::min(share.limit, capacity.len());
+                let Some(limit) = claim::limit(limit) else {
+                    more = true;
+                    break;
+                };
+                let request = ClaimRequest {
+                    events: &share.events,
+                    ..claim::request(self.parts, limit, &mut reserve, LowWater::BEGINNING)
+                };
+                let trusted_until = Instant::now() + request.lease;
+                shared.counters.claims.one();
+                let claimed = shared.store.claim_in(self.pass, &request).await?;
+                let claimed = claimed.ok_or(Cut::StoodDown)?;
+                self.report.dispatched += count(claimed.len());
+                let is_full = claimed.len() >= limit.get() as usize;
+                more |= is_full;
+                full.extend(share.lane.filter(|_| is_full));
+                more |= claim::start_all(self.parts, claimed, &mut capacity, trusted_until).await;
+            }
+            if !more {
                 break;
+            }
+            if !full.is_empty() {
+                // Its handlers are claimed for by this pass alone, if there is no claim loop.
+                let room = futures_util::future::join_all(full.iter().map(|lane| lane.has_room()));
+                let _ = tokio::time::timeout_at(until, stoppable(self.parts, room)).await;
             }
         }
         Ok(())

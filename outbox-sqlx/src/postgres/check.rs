@@ -4,12 +4,12 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use outbox_core::dead_letter::{DeadLetterFilter, DeadLetterScan};
-use outbox_core::event::Priority;
+use outbox_core::event::{BehindDead, Priority};
 use outbox_core::lease::{HeldLease, LeaseToken};
 use outbox_core::outcome::{DeadReason, ErrorText, Outcome};
 use outbox_core::store::{
-    ClaimRequest, EventState, Insertion, KnownEvent, LowWater, NewEvent, Settlement, StoreError,
-    StoreErrorKind, SweepRequest,
+    ClaimRequest, EventRef, EventState, Insertion, KnownEvent, LowWater, NewEvent, Settlement,
+    Split, SplitPart, StoreError, StoreErrorKind, SweepRequest,
 };
 use sqlx::{AssertSqlSafe, Executor, PgConnection, SqlSafeStr};
 use tokio::time::{Instant, timeout_at};
@@ -19,7 +19,7 @@ use super::PgStore;
 use super::query::{Query, interval};
 use super::renew::holding;
 use super::sqlstate::failed;
-use super::{claim, dead_letter, insert, migrate, settle, sweep};
+use super::{cancel, claim, dead_letter, insert, migrate, settle, split, sweep};
 
 const DOING: &str = "check the outbox";
 
@@ -126,6 +126,29 @@ async fn through_every_statement(store: &PgStore, tx: &mut PgConnection) -> Resu
     record(store, tx, lease, Outcome::Dead { reason, error }).await?;
     one(store, tx, Query::new(&store.sql().find).bind(row)).await?;
 
+    // Split among two handlers: one part expires, the other is cancelled.
+    let ordered = NewEvent {
+        ordering_key: Some(format!("check-{}", Uuid::new_v4())),
+        ..event(None)
+    };
+    let row = publish(store, tx, &[ordered]).await?;
+    let lease = take(store, tx, row).await?;
+    let part = |handler, held| SplitPart {
+        handler,
+        max_attempts: None,
+        held,
+    };
+    let whole = Split {
+        lease,
+        parts: vec![part("first", true), part("second", false)],
+    };
+    rows(store, tx, split::query(store, &[&whole]), 2).await?;
+    record(store, tx, lease, Outcome::Expired).await?;
+    let cancelled = cancel::cancel(store, tx, &EventRef::Row(row)).await?;
+    if cancelled.is_none_or(|found| found.state != EventState::Pending) {
+        return Err(hidden());
+    }
+
     // The rest for the rights alone, on no row: it would touch those of other processes.
     let request = request(LeaseToken::random());
     none(
@@ -172,10 +195,13 @@ fn event(dedup_key: Option<String>) -> NewEvent {
         payload: "{}".to_owned(),
         headers: Some("{}".to_owned()),
         dedup_key,
+        fingerprint: None,
         ordering_key: None,
+        behind_dead: BehindDead::Block,
         priority: Priority::Normal,
         max_attempts: const { NonZeroU32::new(5).unwrap() },
         delay: Duration::ZERO,
+        expires_in: None,
         retention: LEASE,
         key_retention: LEASE,
         lease: None,
@@ -191,9 +217,11 @@ fn request(token: LeaseToken) -> ClaimRequest<'static> {
         instance: "check",
         events: &[KnownEvent {
             name: NAME,
+            handler: None,
             newest_version: NonZeroU32::MIN,
         }],
         low_water: LowWater::BEGINNING,
+        freed: &[],
     }
 }
 

@@ -2,7 +2,7 @@
 
 use outbox_core::event::Priority;
 use outbox_core::store::{
-    ATTEMPTS_KEPT, ClaimRequest, Claimed, LEASE_ENDED, LowWater, Pass, StoreError,
+    ATTEMPTS_KEPT, ClaimRequest, Claimed, KnownEvent, LEASE_ENDED, LowWater, Pass, StoreError,
 };
 use sqlx::postgres::PgRow;
 use uuid::Uuid;
@@ -69,24 +69,55 @@ const FAILURES_SHORTENED: &str = "
 pub(super) const LEASE_IS_FREE: &str =
     "(lease_expires_at IS NULL OR lease_expires_at <= clock_timestamp())";
 
-/// What a claim asks of any row: `$4` are the names this process has handlers for, and `$5`, in the
+/// What a claim asks of any row: `$4` are the lanes this process has handlers for, and `$5`, in the
 /// same order, the newest version it reads of each.
 ///
-/// - A name that is not in `$4` has no position, and NULL lets nothing through.
-/// - Version 1 is read by whoever knows the name. Nearly all rows are of it, and this way they cost
+/// - A lane that is not in `$4` has no position, and NULL lets nothing through.
+/// - Version 1 is read by whoever knows the lane. Nearly all rows are of it, and this way they cost
 ///   what they cost without versions; a position costs more, from some dozens of names on.
 const CLAIMABLE: &str = "attempts < max_attempts AND {lease_is_free}
     AND CASE
-        WHEN version = 1 THEN name = ANY ($4)
-        ELSE version <= ($5::integer[])[array_position($4, name)]
-    END";
+        WHEN version = 1 THEN {lane} = ANY ($4)
+        ELSE version <= ($5::integer[])[array_position($4, {lane})]
+    END
+    AND name <> ALL ({paused_lanes}) AND {lane} <> ALL ({paused_lanes})
+    AND (ordering_key IS NULL OR NOT {is_blocked})";
+
+/// Whose a row is: an event's, or one handler's of it. No name has a slash in it.
+const LANE: &str = "coalesce(candidate.name || '/' || candidate.handler, candidate.name)";
+
+/// The lanes that are paused. Read once per statement, whatever the number of rows.
+const PAUSED_LANES: &str =
+    "ARRAY(SELECT CASE handler WHEN '' THEN name ELSE name || '/' || handler END FROM {paused})";
+
+/// Whether the row `candidate`, which has an ordering key, waits for an earlier one of its key.
+///
+/// - Both are in one snapshot. The numbers of a key are in the order of its commits, so whoever sees
+///   the row sees every earlier one that is still there, in one of the two tables.
+/// - A part of an event has the place of the whole: parts do not wait for each other.
+/// - Operators and functions name `pg_catalog` where this is part of a statement of the caller's.
+pub(super) const IS_BLOCKED: &str = "(
+        EXISTS (
+            SELECT FROM {events} AS earlier
+            WHERE earlier.ordering_key OPERATOR(pg_catalog.=) candidate.ordering_key
+            AND coalesce(earlier.origin, earlier.id)
+                OPERATOR(pg_catalog.<) coalesce(candidate.origin, candidate.id)
+        )
+        OR EXISTS (
+            SELECT FROM {dead} AS buried
+            WHERE buried.blocks
+            AND buried.ordering_key OPERATOR(pg_catalog.=) candidate.ordering_key
+            AND coalesce(buried.origin, buried.id)
+                OPERATOR(pg_catalog.<) coalesce(candidate.origin, candidate.id)
+        )
+    )";
 
 /// The rows of one priority that wait for a delay or a retry and are due, longest due first.
 ///
 /// - `(SELECT clock_timestamp())` is one value for the scan, which can bound the index. The bare
 ///   function is volatile: the scan would walk over every row that is due later.
 const WAITING: &str = "
-    SELECT id FROM {events}
+    SELECT id FROM {events} AS candidate
     WHERE due_at IS NOT NULL AND priority = {level} AND due_at <= (SELECT clock_timestamp())
     AND {claimable}{and}
     ORDER BY due_at, id
@@ -103,16 +134,38 @@ const WAITING: &str = "
 ///   order, and a planner that saw one priority only would prefer it: the claim would then walk
 ///   over every row of another priority, or that waits, until the next look at the statistics.
 const READY: &str = "
-    SELECT id FROM {events}
+    SELECT id FROM {events} AS candidate
     WHERE due_at IS NULL AND priority = {level} AND id + 0 >= {low_water}
     AND {claimable}
     ORDER BY id + 0
     LIMIT {limit}
     FOR UPDATE SKIP LOCKED";
 
+/// The first rows of the ordering keys `$12`, below the low-water mark, where `READY` does not look.
+///
+/// - One index probe per key.
+const FIRST_OF_FREED: &str = "freed AS MATERIALIZED (
+        SELECT (
+            SELECT first.id
+            FROM {events} AS first
+            WHERE first.ordering_key = freed.key
+            ORDER BY coalesce(first.origin, first.id), first.id
+            LIMIT 1
+        ) AS id
+        FROM unnest($12::text[]) AS freed(key)
+    )";
+
+const FREED: &str = "
+    SELECT id FROM {events} AS candidate
+    WHERE id = ANY (ARRAY(SELECT id FROM freed)) AND due_at IS NULL AND priority = {level}
+    AND id + 0 < {low_water}
+    AND {claimable}
+    LIMIT {limit}
+    FOR UPDATE SKIP LOCKED";
+
 /// Claims by number.
 const NAMED_ROWS: &str = "
-    SELECT id FROM {events}
+    SELECT id FROM {events} AS candidate
     WHERE id = ANY ($6) AND (due_at IS NULL OR due_at <= clock_timestamp())
     AND {claimable}
     LIMIT $7
@@ -128,7 +181,17 @@ const NAMED_ROWS: &str = "
 /// - The rows the reservation took are excluded by number: a row we have locked ourselves is not
 ///   skipped as locked.
 /// - `MATERIALIZED`, so that no step runs twice, and locks twice.
+/// - `paused` is read once, and not for each of the steps.
 pub(super) fn claim_template() -> String {
+    claim_of(false)
+}
+
+/// The same, and of the ordering keys `$12` the first rows, also below the low-water marks.
+pub(super) fn claim_freed_template() -> String {
+    claim_of(true)
+}
+
+fn claim_of(freed: bool) -> String {
     let reserved = Priority::DESCENDING
         .map(|priority| {
             let level = priority.level();
@@ -136,8 +199,13 @@ pub(super) fn claim_template() -> String {
             format!("SELECT id FROM ({waiting}) AS waiting_{level}")
         })
         .join(" UNION ALL ");
-    let mut selection =
-        format!("WITH reserved AS MATERIALIZED (SELECT id FROM ({reserved}) AS waiting LIMIT $7)");
+    let mut selection = format!("WITH paused AS MATERIALIZED (SELECT {PAUSED_LANES} AS lanes)");
+    if freed {
+        selection.push_str(&format!(", {FIRST_OF_FREED}"));
+    }
+    selection.push_str(&format!(
+        ", reserved AS MATERIALIZED (SELECT id FROM ({reserved}) AS waiting LIMIT $7)"
+    ));
 
     let mut taken = "reserved".to_owned();
     let mut left = "$6".to_owned();
@@ -155,6 +223,15 @@ pub(super) fn claim_template() -> String {
             .replace("{level}", &level.to_string())
             .replace("{low_water}", &format!("${}", 8 + position))
             .replace("{limit}", &limit);
+        let of_freed = if freed {
+            let of_freed = FREED
+                .replace("{level}", &level.to_string())
+                .replace("{low_water}", &format!("${}", 8 + position))
+                .replace("{limit}", &limit);
+            format!("UNION ALL SELECT id FROM ({of_freed}) AS freed")
+        } else {
+            String::new()
+        };
         selection.push_str(&format!(
             ", left_{level} AS MATERIALIZED (SELECT {left} AS n)
             , level_{level} AS MATERIALIZED (
@@ -162,6 +239,7 @@ pub(super) fn claim_template() -> String {
                     SELECT id FROM ({waiting}) AS waiting
                     UNION ALL
                     SELECT id FROM ({ready}) AS ready
+                    {of_freed}
                 ) AS due
                 ORDER BY id
                 LIMIT {limit}
@@ -173,11 +251,11 @@ pub(super) fn claim_template() -> String {
     }
     selection.push_str(&format!(" SELECT id FROM ({all}) AS due LIMIT $6"));
 
-    taking(&selection)
+    taking(&selection, "(SELECT lanes FROM paused)::text[]")
 }
 
 pub(super) fn claim_rows_template() -> String {
-    taking(NAMED_ROWS)
+    taking(NAMED_ROWS, PAUSED_LANES)
 }
 
 fn waiting(priority: Priority, and: &str, limit: &str) -> String {
@@ -187,10 +265,13 @@ fn waiting(priority: Priority, and: &str, limit: &str) -> String {
         .replace("{limit}", limit)
 }
 
-fn taking(selection: &str) -> String {
+fn taking(selection: &str, paused_lanes: &str) -> String {
     CLAIM
         .replace("{selection}", selection)
         .replace("{claimable}", CLAIMABLE)
+        .replace("{paused_lanes}", paused_lanes)
+        .replace("{is_blocked}", IS_BLOCKED)
+        .replace("{lane}", LANE)
         .replace("{lease_is_free}", LEASE_IS_FREE)
         .replace("{claimed_columns}", CLAIMED_COLUMNS)
         .replace("{lapse_recorded}", &lapse_recorded())
@@ -215,14 +296,24 @@ pub(super) async fn claim(
 
 pub(super) fn claim_query(store: &PgStore, request: &ClaimRequest<'_>) -> Query {
     let limit = i64::from(request.limit.get());
-    let query = taker(&store.sql().claim, request)
+    let sql = if request.freed.is_empty() {
+        &store.sql().claim
+    } else {
+        &store.sql().claim_freed
+    };
+    let query = taker(sql, request)
         .bind(limit)
         .bind(i64::from(request.reserved));
-    Priority::DESCENDING
+    let query = Priority::DESCENDING
         .into_iter()
         .fold(query, |query, priority| {
             query.bind(request.low_water.of(priority))
-        })
+        });
+    if request.freed.is_empty() {
+        query
+    } else {
+        query.bind(request.freed)
+    }
 }
 
 pub(super) async fn claim_rows(
@@ -243,7 +334,7 @@ pub(super) fn named_rows(store: &PgStore, rows: &[i64], request: &ClaimRequest<'
 }
 
 fn taker(sql: &std::sync::Arc<str>, request: &ClaimRequest<'_>) -> Query {
-    let names: Vec<&str> = request.events.iter().map(|event| event.name).collect();
+    let lanes: Vec<String> = request.events.iter().map(lane).collect();
     let newest = request
         .events
         .iter()
@@ -256,8 +347,16 @@ fn taker(sql: &std::sync::Arc<str>, request: &ClaimRequest<'_>) -> Query {
         .bind(PgUuid::from(request.token))
         .bind(interval(request.lease))
         .bind(request.instance)
-        .bind(names)
+        .bind(lanes)
         .bind(newest)
+}
+
+/// As `LANE` has it.
+fn lane(event: &KnownEvent) -> String {
+    match event.handler {
+        Some(handler) => format!("{}/{handler}", event.name),
+        None => event.name.to_owned(),
+    }
 }
 
 /// As [`claim`], in a chunk of a pass.

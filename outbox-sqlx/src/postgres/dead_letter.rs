@@ -20,7 +20,8 @@ use super::row::{count, time, unreadable};
 use super::settle::key_settled;
 use super::sqlstate::failed;
 
-/// Whether a row is meant by the filter `$4` to `$8`: name, reason, least and greatest age, text.
+/// Whether a row is meant by the filter `$4` to `$9`: name, reason, least and greatest age, text,
+/// handler.
 ///
 /// - Ages are compared, and not moments: taking a long age from now could leave what a timestamp
 ///   can hold.
@@ -30,7 +31,8 @@ const IS_MEANT: &str = "
     AND ($5::text IS NULL OR dead_reason = $5)
     AND ($6::interval IS NULL OR clock_timestamp() - settled_at > $6)
     AND ($7::interval IS NULL OR clock_timestamp() - settled_at <= $7)
-    AND ($8::text IS NULL OR strpos(last_error, $8) > 0)";
+    AND ($8::text IS NULL OR strpos(last_error, $8) > 0)
+    AND ($9::text IS NULL OR handler = $9)";
 
 /// Lists up to `$3` of the dead letters that are meant, among the next `$2` below number `$1`, the
 /// newest first. Answers, before each, with the number below which the next chunk begins.
@@ -43,7 +45,7 @@ const LIST: &str = "
     WITH seen AS MATERIALIZED (
         SELECT
             id, name, version, dead_reason, last_error, attempts, max_attempts, claimed_by,
-            dedup_key, created_at, settled_at, {is_meant} AS meant
+            dedup_key, created_at, settled_at, handler, origin, {is_meant} AS meant
         FROM {dead}
         WHERE id < $1
         ORDER BY id DESC
@@ -64,7 +66,7 @@ const LIST: &str = "
         found.id, name, version, dead_reason, last_error, attempts, max_attempts, claimed_by,
         dedup_key,
         (extract(epoch FROM created_at) * 1000000)::bigint,
-        (extract(epoch FROM settled_at) * 1000000)::bigint
+        (extract(epoch FROM settled_at) * 1000000)::bigint, handler, origin
     FROM last
     LEFT JOIN found ON true
     ORDER BY found.id DESC
@@ -132,16 +134,17 @@ const CHANGE: &str = "
 /// Back into the hot table, due `{delay}` from now, and each row `{spacing}` after the one before.
 ///
 /// - Its key needs nothing: it does not expire while its event is dead or unsettled.
+/// - Without a deadline: a person wants it handled.
 /// - All get a due time: their lag counts from now, and no low-water mark passes them over.
 const REQUEUE: &str = "
     requeued AS (
         INSERT INTO {events} (
-            id, name, version, payload, headers, dedup_key, ordering_key, priority,
-            max_attempts, retention, due_at, created_at, last_error, failures
+            id, name, handler, origin, version, payload, headers, dedup_key, ordering_key, blocks,
+            priority, max_attempts, retention, due_at, created_at, last_error, failures
         )
         SELECT
-            id, name, version, payload, headers, dedup_key, ordering_key, priority,
-            max_attempts, retention,
+            id, name, handler, origin, version, payload, headers, dedup_key, ordering_key, blocks,
+            priority, max_attempts, retention,
             (SELECT now FROM clock) + wait,
             created_at, last_error, failures
         FROM (
@@ -158,13 +161,13 @@ const REQUEUE: &str = "
 const DISCARD: &str = "
     kept AS (
         INSERT INTO {history} (
-            id, state, name, version, payload, headers, dedup_key, ordering_key, priority,
-            attempts, max_attempts, claimed_by, created_at, settled_at, expires_at, dead_reason,
-            last_error, failures
+            id, state, name, handler, origin, version, payload, headers, dedup_key, ordering_key,
+            priority, attempts, max_attempts, claimed_by, created_at, settled_at, expires_at,
+            dead_reason, last_error, failures
         )
         SELECT
-            id, 'discarded', name, version, payload, headers, dedup_key, ordering_key, priority,
-            attempts, max_attempts, claimed_by, created_at, (SELECT now FROM clock),
+            id, 'discarded', name, handler, origin, version, payload, headers, dedup_key,
+            ordering_key, priority, attempts, max_attempts, claimed_by, created_at, (SELECT now FROM clock),
             (SELECT now FROM clock) + retention, dead_reason, last_error, failures
         FROM gone
         WHERE retention > interval '0'
@@ -203,7 +206,7 @@ impl Changes {
     }
 
     pub(super) fn matching(render: impl Fn(&str) -> Arc<str>) -> Self {
-        Self::new(render, MATCHING, 8)
+        Self::new(render, MATCHING, 9)
     }
 
     fn new(render: impl Fn(&str) -> Arc<str>, selection: &str, parameters: u32) -> Self {
@@ -272,6 +275,7 @@ pub(super) fn walk(query: Query, scan: &DeadLetterScan<'_>) -> Query {
         .bind(age(scan.filter.least_age()))
         .bind(age(scan.filter.greatest_age()))
         .bind(scan.filter.error_asked())
+        .bind(scan.filter.handler_asked())
 }
 
 fn chunk(rows: &[PgRow], installation: Uuid) -> Result<DeadLetterChunk, sqlx::Error> {
@@ -301,6 +305,9 @@ fn dead_letter(row: &PgRow, id: EventId) -> Result<DeadLetter, sqlx::Error> {
         .map_err(|_| unreadable("a negative number of attempts"))?;
     letter.claimed_by = row.try_get(8)?;
     letter.dedup_key = row.try_get(9)?;
+    letter.handler = row.try_get(12)?;
+    let origin: Option<i64> = row.try_get(13)?;
+    letter.origin = origin.map(|row| EventId::new(id.installation(), row));
     Ok(letter)
 }
 

@@ -6,7 +6,8 @@
 
 use std::collections::HashMap;
 
-use outbox_core::event::EventId;
+use outbox_core::event::{BehindDead, EventId};
+use outbox_core::fingerprint::Fingerprint;
 use outbox_core::store::{
     BornLease, EventState, Existing, Insertion, NewEvent, StoreError, StoreErrorKind,
     earlier_in_batch,
@@ -29,20 +30,21 @@ const DOING: &str = "publish events";
 /// row is a coincidence, so the limit only keeps a fault from looping for ever.
 const LOOKS: usize = 5;
 
-/// Inserts one event without a key: all that a publisher pays for.
+/// Inserts one event without a key of either kind: all that a publisher pays for.
 ///
 /// - One statement, no CTE: a round trip costs the publisher four times what the row does.
 /// - `clock_timestamp()`, because `now()` is the start of the caller's transaction: a lease counted
 ///   from there can be over before the caller commits.
 /// - The sum with an interval that is NULL is NULL, so one text serves rows with and without a
-///   lease or a delay, and stays one prepared statement.
+///   lease, a delay or a deadline, and stays one prepared statement.
 pub(super) const INSERT_ONE: &str = "
     INSERT INTO {events} (
-        name, version, payload, headers, ordering_key, priority, max_attempts, retention,
-        attempts, lease_token, lease_expires_at, claimed_by, due_at
+        name, version, payload, headers, priority, max_attempts, retention, attempts, lease_token,
+        lease_expires_at, claimed_by, due_at, expires_at
     ) VALUES (
-        $1, $2, $3::pg_catalog.json, $4::pg_catalog.json, $5, $6, $7, $8,
-        $9, $10, pg_catalog.clock_timestamp() OPERATOR(pg_catalog.+) $11, $12,
+        $1, $2, $3::pg_catalog.json, $4::pg_catalog.json, $5, $6, $7, $8, $9,
+        pg_catalog.clock_timestamp() OPERATOR(pg_catalog.+) $10, $11,
+        pg_catalog.clock_timestamp() OPERATOR(pg_catalog.+) $12,
         pg_catalog.clock_timestamp() OPERATOR(pg_catalog.+) $13
     )
     RETURNING id
@@ -58,18 +60,19 @@ pub(super) const INSERT_ONE: &str = "
 ///   statement.
 pub(super) const INSERT_KEYED: &str = "
     WITH taken AS (
-        INSERT INTO {keys} (name, key, retention)
-        VALUES ($1, $14, $15)
+        INSERT INTO {keys} (name, key, retention, fingerprint)
+        VALUES ($1, $14, $15, $16)
         ON CONFLICT DO NOTHING
         RETURNING event_id
     )
     INSERT INTO {events} (
-        id, name, version, payload, headers, ordering_key, priority, max_attempts, retention,
-        attempts, lease_token, lease_expires_at, claimed_by, due_at, dedup_key
+        id, name, version, payload, headers, priority, max_attempts, retention, attempts,
+        lease_token, lease_expires_at, claimed_by, due_at, expires_at, dedup_key
     )
     SELECT
-        taken.event_id, $1, $2, $3::pg_catalog.json, $4::pg_catalog.json, $5, $6, $7, $8,
-        $9, $10, pg_catalog.clock_timestamp() OPERATOR(pg_catalog.+) $11, $12,
+        taken.event_id, $1, $2, $3::pg_catalog.json, $4::pg_catalog.json, $5, $6, $7, $8, $9,
+        pg_catalog.clock_timestamp() OPERATOR(pg_catalog.+) $10, $11,
+        pg_catalog.clock_timestamp() OPERATOR(pg_catalog.+) $12,
         pg_catalog.clock_timestamp() OPERATOR(pg_catalog.+) $13, $14
     FROM taken
     RETURNING id
@@ -84,10 +87,10 @@ pub(super) const INSERT_KEYED: &str = "
 ///   instead of deadlocking.
 /// - The answer is read from `input`, because an `INSERT` returns nothing of where its row came
 ///   from. A statement that writes in a CTE runs it to the end whatever is read of it.
-pub(super) const INSERT_MANY: &str = "
-    WITH input AS MATERIALIZED (
+const INSERT_MANY: &str = "
+    WITH {locks}input AS MATERIALIZED (
         SELECT pg_catalog.nextval({events_id_seq_literal}::pg_catalog.regclass) AS id, entry.*
-        FROM ROWS FROM (
+        FROM {after_locks}ROWS FROM (
             pg_catalog.unnest($1::pg_catalog.text[]),
             pg_catalog.unnest($2::pg_catalog.int4[]),
             pg_catalog.unnest($3::pg_catalog.text[]),
@@ -102,15 +105,19 @@ pub(super) const INSERT_MANY: &str = "
             pg_catalog.unnest($12::pg_catalog.text[]),
             pg_catalog.unnest($13::pg_catalog.interval[]),
             pg_catalog.unnest($14::pg_catalog.text[]),
-            pg_catalog.unnest($15::pg_catalog.interval[])
+            pg_catalog.unnest($15::pg_catalog.interval[]),
+            pg_catalog.unnest($16::pg_catalog.bytea[]),
+            pg_catalog.unnest($17::pg_catalog.interval[]),
+            pg_catalog.unnest($18::pg_catalog.bool[])
         ) WITH ORDINALITY AS entry(
             name, version, payload, headers, ordering_key, priority, max_attempts, retention,
-            attempts, lease_token, lease, claimed_by, delay, dedup_key, key_retention, position
+            attempts, lease_token, lease, claimed_by, delay, dedup_key, key_retention, fingerprint,
+            life, blocks, position
         )
     ),
     taken AS (
-        INSERT INTO {keys} (name, key, event_id, retention)
-        SELECT name, dedup_key, id, key_retention
+        INSERT INTO {keys} (name, key, event_id, retention, fingerprint)
+        SELECT name, dedup_key, id, key_retention, fingerprint
         FROM input
         WHERE dedup_key IS NOT NULL
         ORDER BY name COLLATE pg_catalog.\"C\", dedup_key COLLATE pg_catalog.\"C\"
@@ -125,20 +132,48 @@ pub(super) const INSERT_MANY: &str = "
     ),
     inserted AS (
         INSERT INTO {events} (
-            id, name, version, payload, headers, ordering_key, priority, max_attempts, retention,
-            attempts, lease_token, lease_expires_at, claimed_by, due_at, dedup_key
+            id, name, version, payload, headers, ordering_key, blocks, priority, max_attempts,
+            retention, attempts, lease_token, lease_expires_at, claimed_by, due_at, expires_at,
+            dedup_key
         )
         SELECT
             id, name, version, payload::pg_catalog.json, headers::pg_catalog.json, ordering_key,
-            priority, max_attempts, retention, attempts, lease_token,
+            blocks, priority, max_attempts, retention, attempts, lease_token,
             pg_catalog.clock_timestamp() OPERATOR(pg_catalog.+) lease, claimed_by,
-            pg_catalog.clock_timestamp() OPERATOR(pg_catalog.+) delay, dedup_key
+            pg_catalog.clock_timestamp() OPERATOR(pg_catalog.+) delay,
+            pg_catalog.clock_timestamp() OPERATOR(pg_catalog.+) life, dedup_key
         FROM free
     )
     SELECT position, id FROM free
 ";
 
-/// Reads who holds the keys: name, key, number, state and output of each.
+/// Takes the locks `$20` of the namespace `$19` before a number is drawn, and keeps them until the
+/// transaction ends: so the numbers of an ordering key are in the order of its commits.
+///
+/// - In the order in which they are given, which is sorted: two batches with the same keys wait for
+///   each other instead of deadlocking. `unnest` keeps it, and `count` takes one after the other.
+/// - `input` is joined to the one row that counts them, so none of its rows is made before that.
+/// - `count` of what the function returns, so that it is called.
+const LOCKS: &str = "locked AS MATERIALIZED (
+        SELECT pg_catalog.count(pg_catalog.pg_advisory_xact_lock($19, lock.id)) AS locks
+        FROM pg_catalog.unnest($20::pg_catalog.int4[]) AS lock(id)
+    ),
+    ";
+
+pub(super) fn many_template() -> String {
+    INSERT_MANY
+        .replace("{locks}", "")
+        .replace("{after_locks}", "")
+}
+
+/// For events some of which have an ordering key.
+pub(super) fn many_ordered_template() -> String {
+    INSERT_MANY
+        .replace("{locks}", LOCKS)
+        .replace("{after_locks}", "locked CROSS JOIN ")
+}
+
+/// Reads who holds the keys: name, key, number, state, output and fingerprint of each.
 ///
 /// - A statement of its own: one that inserts has a snapshot from before it waited for the winner,
 ///   and cannot see what the winner committed.
@@ -160,7 +195,7 @@ pub(super) const LOOK_UP: &str = "
                 AND event.attempts OPERATOR(pg_catalog.>) 0 THEN 'failed'
             ELSE 'pending'
         END,
-        key.output::pg_catalog.text
+        key.output::pg_catalog.text, key.fingerprint
     FROM ROWS FROM (
         pg_catalog.unnest($1::pg_catalog.text[]), pg_catalog.unnest($2::pg_catalog.text[])
     )
@@ -214,7 +249,9 @@ async fn insert_free(
     found: &mut [Option<Insertion>],
 ) -> Result<(), StoreError> {
     let persistent = store.keeps_statements();
-    if let &[at] = left {
+    if let &[at] = left
+        && events[at].ordering_key.is_none()
+    {
         let rows = one(store, &events[at])?.fetch(connection, persistent).await;
         for row in rows.map_err(|error| failed(DOING, error))? {
             let id = read(&row, 0)?;
@@ -269,6 +306,7 @@ async fn look_up(
             state: EventState::parse(&state)
                 .ok_or_else(|| failed(DOING, unreadable("an unknown state")))?,
             output: read(row, 4)?,
+            fingerprint: fingerprint(read(row, 5)?),
         };
         holders.insert((read::<String>(row, 0)?, read::<String>(row, 1)?), existing);
     }
@@ -300,6 +338,7 @@ fn with_duplicates(
                     EventState::Pending
                 },
                 output: None,
+                fingerprint: events[first].fingerprint,
             }),
         });
         answers.push(answer);
@@ -317,7 +356,6 @@ pub(super) fn one(store: &PgStore, event: &NewEvent) -> Result<Query, StoreError
         .bind(version(event)?)
         .bind(&event.payload)
         .bind(&event.headers)
-        .bind(&event.ordering_key)
         .bind(event.priority.level())
         .bind(max_attempts(event))
         .bind(interval(event.retention))
@@ -325,9 +363,13 @@ pub(super) fn one(store: &PgStore, event: &NewEvent) -> Result<Query, StoreError
         .bind(token(event))
         .bind(lease(event))
         .bind(instance(event))
-        .bind(delay(event));
+        .bind(delay(event))
+        .bind(life(event));
     Ok(match &event.dedup_key {
-        Some(key) => query.bind(key).bind(interval(event.key_retention)),
+        Some(key) => query
+            .bind(key)
+            .bind(interval(event.key_retention))
+            .bind(fingerprint_bytes(event)),
         None => query,
     })
 }
@@ -337,7 +379,19 @@ fn many(store: &PgStore, events: &[&NewEvent]) -> Result<Query, StoreError> {
         .iter()
         .map(|e| version(e))
         .collect::<Result<_, _>>()?;
-    Ok(Query::new(&store.sql().insert_many)
+    let mut locks: Vec<(i32, i32)> = events
+        .iter()
+        .filter_map(|event| event.ordering_key.as_deref())
+        .map(|key| store.order_lock(key))
+        .collect();
+    locks.sort_unstable();
+    locks.dedup();
+    let sql = if locks.is_empty() {
+        &store.sql().insert_many
+    } else {
+        &store.sql().insert_many_ordered
+    };
+    let query = Query::new(sql)
         .bind(column(events, |event| event.name))
         .bind(versions)
         .bind(column(events, |event| event.payload.as_str()))
@@ -352,7 +406,17 @@ fn many(store: &PgStore, events: &[&NewEvent]) -> Result<Query, StoreError> {
         .bind(column(events, instance))
         .bind(column(events, delay))
         .bind(column(events, |event| event.dedup_key.as_deref()))
-        .bind(column(events, |event| interval(event.key_retention))))
+        .bind(column(events, |event| interval(event.key_retention)))
+        .bind(column(events, fingerprint_bytes))
+        .bind(column(events, life))
+        .bind(column(events, blocks));
+    Ok(match locks.first() {
+        Some((namespace, _)) => {
+            let ids: Vec<i32> = locks.iter().map(|(_, id)| *id).collect();
+            query.bind(*namespace).bind(ids)
+        }
+        None => query,
+    })
 }
 
 fn column<'e, T>(events: &[&'e NewEvent], value: impl Fn(&'e NewEvent) -> T) -> Vec<T> {
@@ -389,6 +453,25 @@ fn instance(event: &NewEvent) -> Option<&str> {
 
 fn delay(event: &NewEvent) -> Option<PgInterval> {
     (!event.delay.is_zero()).then(|| interval(event.delay))
+}
+
+fn life(event: &NewEvent) -> Option<PgInterval> {
+    event.expires_in.map(interval)
+}
+
+/// A fingerprint that a later release made differently is none for us.
+pub(super) fn fingerprint(bytes: Option<Vec<u8>>) -> Option<Fingerprint> {
+    bytes.and_then(|bytes| Fingerprint::from_bytes(&bytes))
+}
+
+fn fingerprint_bytes(event: &NewEvent) -> Option<Vec<u8>> {
+    event
+        .fingerprint
+        .map(|fingerprint| fingerprint.as_bytes().to_vec())
+}
+
+fn blocks(event: &NewEvent) -> bool {
+    event.ordering_key.is_some() && event.behind_dead == BehindDead::Block
 }
 
 fn read<'r, T>(row: &'r PgRow, index: usize) -> Result<T, StoreError>

@@ -56,8 +56,9 @@ use outbox_core::lease::HeldLease;
 use outbox_core::lock::LockId;
 use outbox_core::stats::StoreStats;
 use outbox_core::store::{
-    ClaimRequest, Claimed, EventRecord, Insertion, NewEvent, Part, Pass, Renewal, Settled,
-    Settlement, Store, StoreError, StoreErrorKind, SweepChunk, SweepRequest, Upkeep, Verified,
+    BlockedKey, ClaimRequest, Claimed, EventRecord, EventRef, Existing, Insertion, NewEvent, Part,
+    Pass, Pause, PauseRef, Renewal, Settled, Settlement, Split, SplitRow, Store, StoreError,
+    StoreErrorKind, SweepChunk, SweepRequest, Upkeep, Verified, Watched,
 };
 use sqlx::postgres::{PgPoolOptions, PgRow};
 use sqlx::{AssertSqlSafe, Connection, Executor, PgConnection, PgPool, Postgres, Row, Transaction};
@@ -73,11 +74,14 @@ use self::session::{Own, session, settings};
 use self::sqlstate::{failed, leaves_connection_usable};
 pub use self::wakeup::PgWakeups;
 
+mod cancel;
 mod insert;
+mod order;
 
 mod claim;
 mod renew;
 mod settle;
+mod split;
 
 mod partition;
 mod pass;
@@ -86,6 +90,7 @@ mod sweep;
 
 mod dead_letter;
 mod find;
+mod pause;
 mod stats;
 
 mod exclusive;
@@ -285,6 +290,10 @@ impl PgStore {
 
     fn channel(&self) -> String {
         self.inner.names.channel()
+    }
+
+    fn order_lock(&self, key: &str) -> (i32, i32) {
+        self.inner.names.order_lock(key)
     }
 
     fn deadline(&self) -> Duration {
@@ -510,6 +519,22 @@ impl Store for PgStore {
         settle::settle_through(self, connection, settlements).await
     }
 
+    async fn lock_ordering_key(
+        &self,
+        connection: &mut PgConnection,
+        key: &str,
+    ) -> Result<bool, StoreError> {
+        order::lock_ordering_key(self, connection, key).await
+    }
+
+    async fn cancel(
+        &self,
+        connection: &mut PgConnection,
+        event: &EventRef,
+    ) -> Result<Option<Existing>, StoreError> {
+        cancel::cancel(self, connection, event).await
+    }
+
     async fn lock_entity(
         &self,
         connection: &mut PgConnection,
@@ -555,6 +580,10 @@ impl Store for PgStore {
         renew::renew(self, leases, lease).await
     }
 
+    async fn split(&self, splits: &[Split]) -> Result<Vec<Option<Vec<SplitRow>>>, StoreError> {
+        split::split(self, splits).await
+    }
+
     async fn settle(&self, settlements: &[Settlement]) -> Result<Vec<Settled>, StoreError> {
         settle::settle(self, settlements).await
     }
@@ -591,6 +620,14 @@ impl Store for PgStore {
         dead_letter::change(self, rows, change).await
     }
 
+    async fn set_paused(&self, pause: &PauseRef, paused: bool) -> Result<bool, StoreError> {
+        pause::set_paused(self, pause, paused).await
+    }
+
+    async fn paused(&self) -> Result<Vec<Pause>, StoreError> {
+        pause::paused(self).await
+    }
+
     async fn stats(&self) -> Result<StoreStats, StoreError> {
         stats::stats(self).await
     }
@@ -601,6 +638,14 @@ impl Store for PgStore {
         instance: &str,
     ) -> Result<Option<PgExclusive>, StoreError> {
         exclusive::try_exclusive(self, name, instance).await
+    }
+
+    async fn look_up(&self, events: &[Watched]) -> Result<Vec<Option<Existing>>, StoreError> {
+        cancel::look_up(self, events).await
+    }
+
+    async fn blocked_keys(&self, limit: NonZeroU32) -> Result<Vec<BlockedKey>, StoreError> {
+        order::blocked_keys(self, limit).await
     }
 
     async fn find(&self, row: i64) -> Result<Option<EventRecord>, StoreError> {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use outbox_core::cadence::Cadence;
+use outbox_core::lock::LockId;
 use outbox_core::store::StoreError;
 
 use crate::ident::Ident;
@@ -14,13 +15,14 @@ const NAME_MAX: usize = 63;
 const SUFFIX_MAX: usize = "_history_20000101".len();
 
 /// What a template may name, and the ending of the table's name it stands for.
-const RELATIONS: [(&str, &str); 10] = [
+const RELATIONS: [(&str, &str); 11] = [
     ("{events}", ""),
     ("{events_id_seq}", "_id_seq"),
     ("{history}", "_history"),
     ("{history_default}", "_history_default"),
     ("{dead}", "_dead"),
     ("{keys}", "_keys"),
+    ("{paused}", "_paused"),
     ("{installation}", "_installation"),
     ("{versions}", "_schema"),
     ("{all}", "_all"),
@@ -37,9 +39,13 @@ const LITERALS: [(&str, &str); 5] = [
 ];
 
 /// Indexes are created beside their tables: their names take no schema.
-const INDEXES: [(&str, &str); 5] = [
+const INDEXES: [(&str, &str); 9] = [
     ("{index_ready}", "_ready"),
     ("{index_waiting}", "_waiting"),
+    ("{index_order}", "_order"),
+    ("{index_parts}", "_parts"),
+    ("{index_dead_order}", "_dead_order"),
+    ("{index_dead_parts}", "_dead_parts"),
     ("{index_history_id}", "_history_id"),
     ("{index_history_expiry}", "_history_expiry"),
     ("{index_keys_expiry}", "_keys_expiry"),
@@ -153,6 +159,19 @@ impl Names {
         (namespace, id)
     }
 
+    /// The advisory lock of an ordering key. The first number spells `ou` in its upper half, and is made
+    /// of schema, table and a word in its lower one: another one than the cadences have, as a rule.
+    ///
+    /// Two keys that give the same number wait for each other without need, and no order is lost.
+    pub(super) fn order_lock(&self, key: &str) -> (i32, i32) {
+        let word = self.bytes().chain(*b"\0order");
+        let [.., a, b] = fingerprint(word).to_be_bytes();
+        (
+            i32::from_be_bytes([b'o', b'u', a, b]),
+            LockId::from(key).get(),
+        )
+    }
+
     /// The advisory lock of an exclusive lock. The first number spells `ov` in its upper half.
     ///
     /// 48 bits, and not 32 as an id has: of two names that gave the same lock, one would stand down
@@ -257,6 +276,7 @@ mod tests {
             cadences[0],
             names.exclusive_lock("report"),
             names.migration_lock(),
+            names.order_lock("account:7"),
         ];
         for (namespace, _) in locks {
             assert!(RESERVED_NAMESPACES.contains(&namespace), "{namespace:x}");
@@ -264,6 +284,9 @@ mod tests {
         let other = Names::new("outbox", "more_events").unwrap();
         assert_ne!(other.cadence_lock(Cadence::Sweep), cadences[0]);
         assert_ne!(other.exclusive_lock("report"), locks[1]);
+        assert_ne!(other.order_lock("account:7"), locks[3]);
+        assert_ne!(names.order_lock("account:8"), locks[3]);
+        assert_ne!(locks[0].0, locks[3].0);
         assert_ne!(names.exclusive_lock("reports"), locks[1]);
     }
 

@@ -20,6 +20,8 @@ const DOING: &str = "remove what is past its retention";
 ///   somebody does that, its rows are removed as all others.
 /// - The bound stands in the `DELETE` as well, which then does not look for each row in the
 ///   partitions of the days to come.
+/// - A key is kept while a part of its event is unsettled or dead, although the part whose state it
+///   tells is settled.
 /// - Events first, and keys with what is left of the limit: a key outlives its event.
 /// - `SKIP LOCKED`, so that two purges do not wait for each other.
 /// - `(SELECT clock_timestamp())` is one value, which can bound the index.
@@ -36,11 +38,13 @@ pub(super) const PURGE: &str = "
     ),
     keys AS MATERIALIZED (
         SELECT ctid AS place
-        FROM {keys}
+        FROM {keys} AS key
         WHERE expires_at <= (SELECT clock_timestamp())
+        AND NOT EXISTS (SELECT FROM {events} AS part WHERE part.origin = key.event_id)
+        AND NOT EXISTS (SELECT FROM {dead} AS part WHERE part.origin = key.event_id)
         ORDER BY expires_at
         LIMIT $1 - (SELECT count(*) FROM events)
-        FOR UPDATE SKIP LOCKED
+        FOR UPDATE OF key SKIP LOCKED
     ),
     removed_events AS (
         DELETE FROM {history}

@@ -10,6 +10,7 @@ use sqlx::Row;
 use sqlx::postgres::PgRow;
 
 use super::PgStore;
+use super::claim::IS_BLOCKED;
 use super::query::{PgUuid, Query, interval};
 use super::row::time;
 use super::sqlstate::failed;
@@ -28,14 +29,21 @@ pub(super) const IS_HELD: &str = "
     AND event.lease_token OPERATOR(pg_catalog.=)
         ($2::pg_catalog.uuid[])[pg_catalog.width_bucket(event.id, $1)]";
 
-/// Reads which of the tokens `$2` are still in the rows `$1`, and how long for.
+/// Reads which of the tokens `$2` are still in the rows `$1`, for how long, and whether anything
+/// speaks against starting them.
+///
+/// - A row that was born leased belongs to all handlers of its event, so the pause of one of them does
+///   not concern it.
 pub(super) const VERIFY: &str = "
     SELECT
         event.id, event.lease_token,
         (extract(epoch FROM event.created_at) * 1000000)::bigint,
         greatest(
             (extract(epoch FROM event.lease_expires_at - clock_timestamp()) * 1000000)::bigint, 0
-        )
+        ),
+        coalesce(event.expires_at <= clock_timestamp(), false),
+        event.name = ANY (ARRAY(SELECT name FROM {paused} WHERE handler = ''))
+            OR (event.ordering_key IS NOT NULL AND {is_blocked})
     FROM {events} AS event
     WHERE {is_held}
 ";
@@ -78,6 +86,7 @@ pub(super) const RELEASE: &str = "
 
 pub(super) fn template(sql: &str) -> String {
     sql.replace("{is_held}", IS_HELD)
+        .replace("{is_blocked}", &IS_BLOCKED.replace("candidate.", "event."))
 }
 
 pub(super) async fn verify(
@@ -101,6 +110,8 @@ pub(super) async fn verify(
             id: EventId::new(installation, lease.row),
             created_at: time(row.try_get(2)?),
             remaining: Duration::from_micros(micros),
+            expired: row.try_get(4)?,
+            blocked: row.try_get(5)?,
         })
     });
     verified

@@ -18,7 +18,9 @@ use super::query::PgUuid;
 pub(super) const CLAIMED_COLUMNS: &str = "
     event.id, event.name, event.version, event.payload::text, event.headers::text, event.priority,
     event.due_at IS NOT NULL, event.attempts, event.max_attempts,
-    (extract(epoch FROM event.created_at) * 1000000)::bigint";
+    (extract(epoch FROM event.created_at) * 1000000)::bigint,
+    coalesce(event.expires_at <= clock_timestamp(), false), event.ordering_key, event.handler,
+    event.origin";
 
 pub(super) fn claimed(
     row: &PgRow,
@@ -38,10 +40,14 @@ pub(super) fn claimed(
         attempt: count(row.try_get(7)?)?,
         max_attempts: count(row.try_get(8)?)?,
         created_at: time(row.try_get(9)?),
+        expired: row.try_get(10)?,
+        ordering_key: row.try_get(11)?,
+        handler: row.try_get(12)?,
+        origin: row.try_get(13)?,
     })
 }
 
-/// A row of a sweep: id, name, attempts, max attempts.
+/// A row of a sweep: id, name, attempts, max attempts, handler, origin.
 pub(super) fn exhausted(
     row: &PgRow,
     installation: Uuid,
@@ -53,6 +59,8 @@ pub(super) fn exhausted(
         name: row.try_get(1)?,
         attempt: count(row.try_get(2)?)?,
         max_attempts: count(row.try_get(3)?)?,
+        handler: row.try_get(4)?,
+        origin: row.try_get(5)?,
     })
 }
 
@@ -64,7 +72,8 @@ pub(super) const RECORD_COLUMNS: &str = "
     (extract(epoch FROM due_at) * 1000000)::bigint,
     (extract(epoch FROM created_at) * 1000000)::bigint,
     (extract(epoch FROM settled_at) * 1000000)::bigint,
-    last_error, dead_reason, output::text, failures::text";
+    last_error, dead_reason, output::text, failures::text, handler, origin,
+    (extract(epoch FROM expires_at) * 1000000)::bigint";
 
 pub(super) fn record(row: &PgRow, installation: Uuid) -> Result<EventRecord, sqlx::Error> {
     let status: String = row.try_get(8)?;
@@ -98,6 +107,10 @@ pub(super) fn record(row: &PgRow, installation: Uuid) -> Result<EventRecord, sql
     if let Some(list) = row.try_get::<Option<String>, _>(19)? {
         record.failures = failures(&list)?;
     }
+    record.handler = row.try_get(20)?;
+    let origin: Option<i64> = row.try_get(21)?;
+    record.origin = origin.map(|row| EventId::new(installation, row));
+    record.expires_at = row.try_get::<Option<i64>, _>(22)?.map(time);
     Ok(record)
 }
 

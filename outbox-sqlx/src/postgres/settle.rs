@@ -1,6 +1,6 @@
 //! Settling: recording what became of a claim, and ending it.
 
-use outbox_core::outcome::Outcome;
+use outbox_core::outcome::{self, Outcome};
 use outbox_core::store::{Settled, Settlement, StoreError};
 use sqlx::PgConnection;
 
@@ -29,12 +29,12 @@ const PROCESSED: &str = "
     ),
     kept AS (
         INSERT INTO {history} (
-            id, state, name, version, payload, headers, dedup_key, ordering_key, priority,
-            attempts, max_attempts, claimed_by, created_at, settled_at, expires_at, last_error,
-            failures, output
+            id, state, name, handler, origin, version, payload, headers, dedup_key, ordering_key,
+            priority, attempts, max_attempts, claimed_by, created_at, settled_at, expires_at,
+            last_error, failures, output
         )
         SELECT
-            id, 'processed', name, version, payload, headers, dedup_key, ordering_key, priority,
+            id, 'processed', name, handler, origin, version, payload, headers, dedup_key, ordering_key, priority,
             attempts, max_attempts, claimed_by, created_at, pg_catalog.clock_timestamp(),
             pg_catalog.clock_timestamp() OPERATOR(pg_catalog.+) retention, last_error, failures,
             output::pg_catalog.json
@@ -96,28 +96,45 @@ const RETRY: &str = "
 
 /// Moves the rows `$1`, held by the tokens `$2`, to the dead letters, for the reasons `$3` and
 /// because of `$4`.
-///
-/// - The dedup key stays as it is: it does not expire while its event is dead.
 const DEAD: &str = "
     WITH gone AS (
         DELETE FROM {events} AS event
         WHERE {is_held}
         RETURNING
-            event.*,
+            event.*, event.attempts AS all_attempts,
             ($3::pg_catalog.text[])[pg_catalog.width_bucket(event.id, $1)] AS reason,
             ($4::pg_catalog.text[])[pg_catalog.width_bucket(event.id, $1)] AS error,
             {failure_recorded} AS all_failures
     ),
+    {buried}
+";
+
+/// Moves the rows `$1`, held by the tokens `$2`, to the dead letters, because their time is over.
+///
+/// - No handler was started: the attempt is taken back, and there is no failure to record.
+const EXPIRED: &str = "
+    WITH gone AS (
+        DELETE FROM {events} AS event
+        WHERE {is_held}
+        RETURNING
+            event.*, event.attempts OPERATOR(pg_catalog.-) 1 AS all_attempts,
+            'expired' AS reason, '{expired}' AS error, event.failures AS all_failures
+    ),
+    {buried}
+";
+
+/// - The dedup key stays as it is: it does not expire while its event is dead.
+const BURIED: &str = "
     kept AS (
         INSERT INTO {dead} (
-            id, name, version, payload, headers, dedup_key, ordering_key, priority, attempts,
-            max_attempts, retention, claimed_by, created_at, settled_at, dead_reason,
-            last_error, failures
+            id, name, handler, origin, version, payload, headers, dedup_key, ordering_key, blocks,
+            priority, attempts, max_attempts, retention, claimed_by, created_at, settled_at,
+            dead_reason, last_error, failures
         )
         SELECT
-            id, name, version, payload, headers, dedup_key, ordering_key, priority, attempts,
-            max_attempts, retention, claimed_by, created_at, pg_catalog.clock_timestamp(), reason,
-            error, all_failures
+            id, name, handler, origin, version, payload, headers, dedup_key, ordering_key, blocks,
+            priority, all_attempts, max_attempts, retention, claimed_by, created_at,
+            pg_catalog.clock_timestamp(), reason, error, all_failures
         FROM gone
     )
     SELECT id, lease_token FROM gone
@@ -155,7 +172,12 @@ pub(super) fn retry_template() -> String {
 }
 
 pub(super) fn dead_template() -> String {
-    recording(DEAD)
+    recording(&DEAD.replace("{buried}", BURIED))
+}
+
+pub(super) fn expired_template() -> String {
+    let expired = EXPIRED.replace("{expired}", outcome::EXPIRED);
+    recording(&expired.replace("{buried}", BURIED))
 }
 
 fn recording(template: &str) -> String {
@@ -212,6 +234,7 @@ fn wave_queries(store: &PgStore, settlements: &[&Settlement]) -> Vec<Query> {
     let mut retries = (Vec::new(), Vec::new(), Vec::new());
     let mut dead = (Vec::new(), Vec::new(), Vec::new());
     let mut discarded = Vec::new();
+    let mut expired = Vec::new();
     for settlement in settlements {
         match &settlement.outcome {
             Outcome::Processed { output } => {
@@ -229,6 +252,7 @@ fn wave_queries(store: &PgStore, settlements: &[&Settlement]) -> Vec<Query> {
                 dead.2.push(error.as_str());
             }
             Outcome::Discarded { .. } => discarded.push(settlement.lease),
+            Outcome::Expired => expired.push(settlement.lease),
         }
     }
 
@@ -247,6 +271,9 @@ fn wave_queries(store: &PgStore, settlements: &[&Settlement]) -> Vec<Query> {
     }
     if !discarded.is_empty() {
         queries.push(holding(Query::new(&store.sql().discarded), &discarded));
+    }
+    if !expired.is_empty() {
+        queries.push(holding(Query::new(&store.sql().expired), &expired));
     }
     queries
 }

@@ -16,7 +16,7 @@ use super::sqlstate::failed;
 
 const DOING: &str = "sweep";
 
-/// Looks at up to `$2` rows after number `$1`. Answers, per name and version, with how many there are,
+/// Looks at up to `$2` rows after number `$1`. Answers, per name, handler and version, with how many there are,
 /// the last number, how many are due with no attempt left and nobody holding them, and how many
 /// have a lease that ends later than `$3` from now.
 ///
@@ -25,15 +25,16 @@ const LOOK: &str = "
     SELECT
         name, version, count(*), max(id),
         count(*) FILTER (WHERE {is_exhausted}),
-        count(*) FILTER (WHERE lease_expires_at > clock_timestamp() + $3)
+        count(*) FILTER (WHERE lease_expires_at > clock_timestamp() + $3),
+        handler
     FROM (
-        SELECT id, name, version, attempts, max_attempts, lease_expires_at, due_at
+        SELECT id, name, handler, version, attempts, max_attempts, lease_expires_at, due_at
         FROM {events}
         WHERE id > $1
         ORDER BY id
         LIMIT $2
     ) AS chunk
-    GROUP BY name, version
+    GROUP BY name, handler, version
 ";
 
 /// Claims, under the token `$1`, what `LOOK` found between the numbers `$4` and `$5`.
@@ -56,7 +57,8 @@ const TAKE: &str = "
         ORDER BY id
         FOR UPDATE SKIP LOCKED
     ))
-    RETURNING event.id, event.name, event.attempts, event.max_attempts
+    RETURNING
+        event.id, event.name, event.attempts, event.max_attempts, event.handler, event.origin
 ";
 
 /// Cuts the leases that `LOOK` found between the numbers `$1` and `$2`, to end `$3` from now.
@@ -135,9 +137,17 @@ pub(super) async fn sweep(
     work.commit().await?;
     chunk.unhandled = seen
         .into_iter()
-        .filter(|seen| !is_known(request.events, &seen.name, seen.version))
+        .filter(|seen| {
+            !is_known(
+                request.events,
+                &seen.name,
+                seen.version,
+                seen.handler.as_deref(),
+            )
+        })
         .map(|seen| Unhandled {
             name: seen.name,
+            handler: seen.handler,
             version: seen.version,
             rows: u64::try_from(seen.rows).unwrap_or(0),
         })
@@ -175,6 +185,7 @@ struct Seen {
     last: i64,
     exhausted: i64,
     beyond_bounds: i64,
+    handler: Option<String>,
 }
 
 fn seen(row: &PgRow) -> Result<Seen, sqlx::Error> {
@@ -185,5 +196,6 @@ fn seen(row: &PgRow) -> Result<Seen, sqlx::Error> {
         last: row.try_get(3)?,
         exhausted: row.try_get(4)?,
         beyond_bounds: row.try_get(5)?,
+        handler: row.try_get(6)?,
     })
 }

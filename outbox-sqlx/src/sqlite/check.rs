@@ -4,7 +4,7 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use outbox_core::dead_letter::{DeadLetterChange, DeadLetterRows};
-use outbox_core::event::Priority;
+use outbox_core::event::{BehindDead, Priority};
 use outbox_core::lease::{HeldLease, LeaseToken};
 use outbox_core::outcome::{DeadReason, ErrorText, Outcome};
 use outbox_core::store::{
@@ -67,9 +67,11 @@ async fn claim(
         instance: NAME,
         events: &[KnownEvent {
             name: NAME,
+            handler: None,
             newest_version: NonZeroU32::MIN,
         }],
         low_water: LowWater::BEGINNING,
+        freed: &[],
     };
     let claimed = claim::run_rows(connection, statements, &[row], &request)
         .await
@@ -166,10 +168,13 @@ fn event() -> NewEvent {
         headers: None,
         // A key, so that the table of keys is written to.
         dedup_key: Some(LeaseToken::random().as_uuid().to_string()),
+        fingerprint: None,
         ordering_key: None,
+        behind_dead: BehindDead::Block,
         priority: Priority::Low,
         max_attempts: NonZeroU32::MIN,
         delay: Duration::ZERO,
+        expires_in: None,
         // And kept, so that the history is.
         retention: Duration::from_secs(60),
         key_retention: Duration::ZERO,

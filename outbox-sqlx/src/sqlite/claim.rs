@@ -10,7 +10,8 @@ use super::sql::{Statements, safe};
 
 /// Claims up to `?1` due events that `?2` [knows](known) for `?3` microseconds under the token `?4` for the
 /// instance `?5`, of which `?6` are due retries and delays while there are any. `?7` to `?10` are
-/// the bounds of the levels, from critical to low.
+/// the bounds of the levels, from critical to low. Of the ordering keys `?11` the first rows are
+/// looked at below the bounds, too.
 ///
 /// - Each level of each half is a look of its own, so that it begins at its bound and stops at its
 ///   limit: one scan over all levels walks over whatever is leased, put off or unhandled at the
@@ -33,7 +34,7 @@ pub(super) fn claim() -> String {
         ready.push(format!(
             "SELECT * FROM (
                 SELECT id, priority
-                FROM {{events}}
+                FROM {{events}} AS candidate
                 WHERE due_at IS NULL AND priority = {level} AND id >= ?{bound} AND {free}
                 ORDER BY id
                 LIMIT ?1
@@ -42,7 +43,7 @@ pub(super) fn claim() -> String {
         waiting.push(format!(
             "SELECT * FROM (
                 SELECT id, priority
-                FROM {{events}}
+                FROM {{events}} AS candidate
                 WHERE due_at IS NOT NULL AND due_at <= {{now}} AND priority = {level} AND {free}
                 ORDER BY due_at, id
                 LIMIT max(?1, {WINDOW})
@@ -50,6 +51,23 @@ pub(super) fn claim() -> String {
         ));
     }
     let union = |levels: Vec<String>| levels.join(" UNION ALL ");
+    ready.push(format!(
+        "SELECT id, priority
+        FROM {{events}} AS candidate
+        WHERE id IN (
+                SELECT (
+                    SELECT first.id
+                    FROM {{events}} AS first
+                    WHERE first.ordering_key = freed.value
+                    ORDER BY coalesce(first.origin, first.id), first.id
+                    LIMIT 1
+                )
+                FROM json_each(?11) AS freed
+            )
+            AND due_at IS NULL
+            AND id < CASE priority WHEN 3 THEN ?7 WHEN 2 THEN ?8 WHEN 1 THEN ?9 ELSE ?10 END
+            AND {free}"
+    ));
     let ready = union(ready);
     let waiting = union(waiting);
     let set = take();
@@ -82,7 +100,7 @@ pub(super) fn claim_rows() -> String {
         "UPDATE {{events}} SET {set}
         WHERE id IN (
             SELECT id
-            FROM {{events}}
+            FROM {{events}} AS candidate
             WHERE id IN (SELECT value FROM json_each(?6))
                 AND (due_at IS NULL OR due_at <= {{now}})
                 AND {free}
@@ -102,12 +120,36 @@ fn free() -> String {
     format!(
         "(lease_expires_at IS NULL OR lease_expires_at <= {{now}})
         AND attempts < max_attempts
-        AND {known}"
+        AND {known}
+        AND NOT EXISTS (
+            SELECT 1 FROM {{paused}} AS paused
+            WHERE paused.name = candidate.name
+                AND paused.handler IN ('', coalesce(candidate.handler, ''))
+        )
+        AND (ordering_key IS NULL OR NOT {IS_BLOCKED})"
     )
 }
 
-/// Whether the parameter, an object of the newest version by name ([`known_json`]), has the row's
-/// name and reads its version.
+/// Whether the row `candidate`, which has an ordering key, waits for an earlier one of its key. A
+/// part of an event has the place of the whole: parts do not wait for each other.
+pub(super) const IS_BLOCKED: &str = "(
+            EXISTS (
+                SELECT 1 FROM {events} AS earlier
+                WHERE earlier.ordering_key = candidate.ordering_key
+                    AND coalesce(earlier.origin, earlier.id)
+                        < coalesce(candidate.origin, candidate.id)
+            )
+            OR EXISTS (
+                SELECT 1 FROM {dead} AS buried
+                WHERE buried.blocks
+                    AND buried.ordering_key = candidate.ordering_key
+                    AND coalesce(buried.origin, buried.id)
+                        < coalesce(candidate.origin, candidate.id)
+            )
+        )";
+
+/// Whether the parameter, an object of the newest version by lane ([`known_json`]), has the row's lane,
+/// which is its event or one handler of it, and reads its version.
 ///
 /// - `CASE`, because its branches are looked at in their order, and no further than needed. The
 ///   names in the object make a valid path; what somebody wrote into a row by hand may not, and
@@ -118,12 +160,15 @@ fn free() -> String {
 pub(super) fn known(parameter: u8) -> String {
     format!(
         "CASE
-            WHEN name NOT IN (SELECT key FROM json_each(?{parameter})) THEN 0
+            WHEN {LANE} NOT IN (SELECT key FROM json_each(?{parameter})) THEN 0
             WHEN version = 1 THEN 1
-            ELSE version <= json_extract(?{parameter}, '$.\"' || name || '\"')
+            ELSE version <= json_extract(?{parameter}, '$.\"' || {LANE} || '\"')
         END"
     )
 }
+
+/// Whose a row is. Without a handler the sum is NULL.
+const LANE: &str = "coalesce(name || '/' || handler, name)";
 
 /// What a claim writes.
 ///
@@ -187,6 +232,7 @@ pub(super) async fn run(
     for priority in Priority::DESCENDING {
         query = query.bind(request.low_water.of(priority));
     }
+    query = query.bind(Value::from(request.freed.to_vec()).to_string());
     let rows = query.fetch_all(connection).await?;
     rows.iter().map(|row| claimed(row, request.token)).collect()
 }

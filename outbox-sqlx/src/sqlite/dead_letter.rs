@@ -10,6 +10,7 @@ use outbox_core::dead_letter::{
     DeadLetter, DeadLetterChange, DeadLetterChunk, DeadLetterRows, DeadLetterScan,
     DeadLettersChanged,
 };
+use outbox_core::event::EventId;
 use serde_json::{Value, json};
 use sqlx::sqlite::SqliteRow;
 use sqlx::{Row, SqliteConnection};
@@ -20,16 +21,18 @@ use super::sql::{Statements, safe};
 /// Looks at up to `?2` dead letters below number `?1`, downwards, and says of each whether it is
 /// meant.
 pub(super) fn look_down() -> String {
-    format!("SELECT id, {MEANT} AS meant FROM {{dead}} WHERE id < ?1 ORDER BY id DESC LIMIT ?2")
+    let meant = meant();
+    format!("SELECT id, {meant} AS meant FROM {{dead}} WHERE id < ?1 ORDER BY id DESC LIMIT ?2")
 }
 
 /// The same above number `?1`, upwards.
 pub(super) fn look_up() -> String {
-    format!("SELECT id, {MEANT} AS meant FROM {{dead}} WHERE id > ?1 ORDER BY id LIMIT ?2")
+    let meant = meant();
+    format!("SELECT id, {meant} AS meant FROM {{dead}} WHERE id > ?1 ORDER BY id LIMIT ?2")
 }
 
 /// Of name `?3`, with reason `?4`, dead for longer than `?5` and no longer than `?6` microseconds,
-/// with `?7` in the last error. NULL asks for nothing.
+/// with `?7` in the last error, of handler `?8`. NULL asks for nothing.
 ///
 /// - In what is selected and not in the `WHERE`: a row that is not meant was looked at, too, and
 ///   counts for the limit.
@@ -40,14 +43,28 @@ const MEANT: &str = "(
     AND (?4 IS NULL OR reason = ?4)
     AND (?5 IS NULL OR settled_at < {now} - ?5)
     AND (?6 IS NULL OR settled_at >= {now} - ?6)
-    AND (?7 IS NULL OR instr(coalesce(json_extract(failures, '$[#-1].error'), ''), ?7) > 0)
+    AND (?7 IS NULL OR instr({last_error}, ?7) > 0)
+    AND (?8 IS NULL OR handler = ?8)
 )";
 
+/// What went wrong last. An event that expired has had no attempt to fail.
+pub(super) const LAST_ERROR: &str = "coalesce(
+        CASE reason WHEN 'expired' THEN {expired} ELSE json_extract(failures, '$[#-1].error') END, ''
+    )";
+
+fn meant() -> String {
+    MEANT.replace("{last_error}", LAST_ERROR)
+}
+
 /// Reads what a list shows of the dead letters `?1`. Not the payload, which can be large.
-pub(super) const LIST: &str = "
+pub(super) fn list_statement() -> String {
+    LIST.replace("{last_error}", LAST_ERROR)
+}
+
+const LIST: &str = "
     SELECT
-        id, name, version, reason, coalesce(json_extract(failures, '$[#-1].error'), '') AS last_error,
-        attempts, max_attempts, claimed_by, dedup_key, created_at, settled_at,
+        id, name, handler, origin, version, reason, {last_error} AS last_error, attempts,
+        max_attempts, claimed_by, dedup_key, created_at, settled_at,
         (SELECT uuid FROM {installation}) AS installation
     FROM {dead}
     WHERE id IN (SELECT value FROM json_each(?1))
@@ -63,6 +80,7 @@ pub(super) const NUMBERED: &str = "
 /// unsettled events.
 ///
 /// - The same number, so the same event id; the counter of numbers is beyond it already.
+/// - Without a deadline: a person wants it handled.
 /// - All get a due time: their lag counts from now, and no low-water mark passes them over.
 /// - The trigger on the table takes the key again, which is still this event's, and forgets that
 ///   it was that of a dead letter.
@@ -70,12 +88,12 @@ pub(super) const NUMBERED: &str = "
 ///   dead letter stays what it is, and the others do not fail with it.
 pub(super) const REQUEUE: &str = "
     INSERT INTO {events} (
-        id, name, version, priority, payload, headers, dedup_key, ordering_key, max_attempts,
-        retention, key_retention, failures, created_at, due_at
+        id, name, handler, origin, version, priority, payload, headers, dedup_key, ordering_key,
+        blocks, max_attempts, retention, key_retention, failures, created_at, due_at
     )
     SELECT
-        letter.id, letter.name, version, priority, payload, headers, dedup_key, ordering_key,
-        max_attempts, retention, key_retention, failures, created_at,
+        letter.id, letter.name, handler, origin, version, priority, payload, headers, dedup_key,
+        ordering_key, blocks, max_attempts, retention, key_retention, failures, created_at,
         {now} + (chosen.value ->> 1)
     FROM json_each(?1) AS chosen
     JOIN {dead} AS letter ON letter.id = chosen.value ->> 0
@@ -92,11 +110,12 @@ pub(super) const REQUEUE: &str = "
 /// Copies the dead letters `?1` to the history, if they are kept.
 pub(super) const ARCHIVE_DEAD: &str = "
     INSERT INTO {history} (
-        id, name, version, priority, state, payload, headers, dedup_key, ordering_key, attempts,
-        max_attempts, claimed_by, created_at, settled_at, expires_at, reason, failures
+        id, name, handler, origin, version, priority, state, payload, headers, dedup_key,
+        ordering_key, attempts, max_attempts, claimed_by, created_at, settled_at, expires_at, reason,
+        failures
     )
     SELECT
-        id, name, version, priority, 'discarded', payload, headers, dedup_key, ordering_key,
+        id, name, handler, origin, version, priority, 'discarded', payload, headers, dedup_key, ordering_key,
         attempts, max_attempts, claimed_by, created_at, {now}, {now} + retention, reason, failures
     FROM {dead}
     WHERE id IN (SELECT value FROM json_each(?1)) AND retention > 0
@@ -236,6 +255,7 @@ async fn look(
         .bind(filter.least_age().map(micros))
         .bind(filter.greatest_age().map(micros))
         .bind(filter.error_asked())
+        .bind(filter.handler_asked())
         .fetch_all(connection)
         .await?;
 
@@ -256,8 +276,9 @@ async fn look(
 }
 
 fn letter(row: &SqliteRow) -> Result<DeadLetter, sqlx::Error> {
+    let id = event_id(row)?;
     let mut letter = DeadLetter::new(
-        event_id(row)?,
+        id,
         text(row, "name")?,
         at_least_one(row, "version")?,
         at_least_one(row, "max_attempts")?,
@@ -269,5 +290,8 @@ fn letter(row: &SqliteRow) -> Result<DeadLetter, sqlx::Error> {
     letter.attempts = u32::try_from(row.try_get::<i64, _>("attempts")?).unwrap_or(u32::MAX);
     letter.claimed_by = optional_text(row, "claimed_by")?;
     letter.dedup_key = optional_text(row, "dedup_key")?;
+    letter.handler = optional_text(row, "handler")?;
+    let origin: Option<i64> = row.try_get("origin")?;
+    letter.origin = origin.map(|row| EventId::new(id.installation(), row));
     Ok(letter)
 }

@@ -1,6 +1,6 @@
 //! Reading everything known about one event.
 
-use outbox_core::event::Priority;
+use outbox_core::event::{EventId, Priority};
 use outbox_core::store::{EventRecord, EventState, Failure};
 use serde_json::Value;
 use sqlx::sqlite::SqliteRow;
@@ -16,6 +16,9 @@ pub(super) const FIND: &str = "
     FROM {all} AS event
     WHERE event.id = ?1
 ";
+
+/// What makes a row's number an event's id.
+pub(super) const INSTALLATION: &str = "SELECT uuid FROM {installation}";
 
 pub(super) async fn run(
     connection: &mut SqliteConnection,
@@ -44,6 +47,10 @@ fn record(row: &SqliteRow) -> Result<EventRecord, sqlx::Error> {
         at_least_one(row, "max_attempts")?,
         time(row.try_get("created_at")?),
     );
+    record.handler = optional_text(row, "handler")?;
+    let origin: Option<i64> = row.try_get("origin")?;
+    record.origin = origin.map(|row| EventId::new(record.id.installation(), row));
+    record.expires_at = row.try_get::<Option<i64>, _>("expires_at")?.map(time);
     record.headers = optional_text(row, "headers")?;
     record.dedup_key = optional_text(row, "dedup_key")?;
     record.ordering_key = optional_text(row, "ordering_key")?;

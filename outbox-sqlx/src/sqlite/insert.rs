@@ -3,7 +3,7 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-use outbox_core::event::EventId;
+use outbox_core::event::{BehindDead, EventId};
 use outbox_core::store::{
     EventState, Existing, Insertion, NewEvent, StoreError, StoreErrorKind, earlier_in_batch,
 };
@@ -13,7 +13,7 @@ use sqlx::sqlite::SqliteArguments;
 use sqlx::{Row, Sqlite, SqliteConnection};
 
 use super::code::sqlite_error;
-use super::row::{event_id, micros, token_text, undecodable};
+use super::row::{event_id, fingerprint, fingerprint_text, micros, token_text, undecodable};
 use super::sql::{Statements, safe};
 
 /// Inserts those of the events of `<source>` whose dedup keys are free.
@@ -30,13 +30,15 @@ const INSERT: &str = "
     INSERT INTO {events} (
         name, version, priority, payload, headers, dedup_key, ordering_key, max_attempts,
         retention, key_retention, due_at,
-        attempts, lease_token, lease_expires_at, claimed_by, created_at
+        attempts, lease_token, lease_expires_at, claimed_by, expires_at, blocks, fingerprint,
+        created_at
     )
     SELECT
         <name>, <version>, <priority>, <payload>, <headers>, <dedup_key>, <ordering_key>,
         <max_attempts>, <retention>, <key_retention>,
         CASE WHEN <delay> > 0 THEN {now} + <delay> END,
-        <token> IS NOT NULL, <token>, {now} + <lease>, <instance>, {now}
+        <token> IS NOT NULL, <token>, {now} + <lease>, <instance>, {now} + <life>, <blocks>,
+        <fingerprint>, {now}
     <source>
     WHERE NOT EXISTS (
         SELECT 1 FROM {keys} AS taken WHERE taken.name = <name> AND taken.key = <dedup_key>
@@ -46,7 +48,7 @@ const INSERT: &str = "
 ";
 
 /// What a row is made of, in the order in which [`INSERT`] binds it for a single event.
-const FIELDS: [&str; 14] = [
+const FIELDS: [&str; 17] = [
     "name",
     "version",
     "priority",
@@ -61,6 +63,9 @@ const FIELDS: [&str; 14] = [
     "token",
     "lease",
     "instance",
+    "life",
+    "blocks",
+    "fingerprint",
 ];
 
 /// Inserts one event of bound values. It is what most publishers do, and costs a third of the same
@@ -107,6 +112,7 @@ pub(super) const EXISTING: &str = "
             'dead_letter'
         ) AS state,
         taken.output,
+        taken.fingerprint,
         (SELECT uuid FROM {installation}) AS installation
     FROM json_each(?1) AS wanted
     JOIN {keys} AS taken
@@ -238,6 +244,7 @@ async fn read_existing(
             state: EventState::parse(&state)
                 .ok_or_else(|| undecodable("state", format!("unknown state `{state}`")))?,
             output: row.try_get("output")?,
+            fingerprint: fingerprint(row.try_get("fingerprint")?),
         };
         found.insert(row.try_get("position")?, existing);
     }
@@ -263,6 +270,7 @@ fn duplicate_of(answer: &Insertion, first: &NewEvent) -> Insertion {
                 None => EventState::Pending,
             },
             output: None,
+            fingerprint: first.fingerprint,
         }),
     }
 }
@@ -285,6 +293,13 @@ fn bound<'q>(sql: &Arc<str>, event: &'q NewEvent) -> Query<'q, Sqlite, SqliteArg
         .bind(lease.map(|lease| token_text(lease.token)))
         .bind(lease.map(|lease| micros(lease.duration)))
         .bind(lease.map(|lease| &*lease.instance))
+        .bind(event.expires_in.map(micros))
+        .bind(blocks(event))
+        .bind(event.fingerprint.as_ref().map(fingerprint_text))
+}
+
+fn blocks(event: &NewEvent) -> bool {
+    event.ordering_key.is_some() && event.behind_dead == BehindDead::Block
 }
 
 fn event_json(event: &NewEvent) -> Value {
@@ -303,5 +318,8 @@ fn event_json(event: &NewEvent) -> Value {
         "token": event.lease.as_ref().map(|lease| token_text(lease.token)),
         "lease": event.lease.as_ref().map(|lease| micros(lease.duration)),
         "instance": event.lease.as_ref().map(|lease| &*lease.instance),
+        "life": event.expires_in.map(micros),
+        "blocks": u8::from(blocks(event)),
+        "fingerprint": event.fingerprint.as_ref().map(fingerprint_text),
     })
 }

@@ -77,6 +77,7 @@
 //! 3.38 or later is needed to work with it, and the one that sqlx brings is.
 
 mod builder;
+mod cancel;
 mod check;
 mod claim;
 mod code;
@@ -86,11 +87,14 @@ mod insert;
 mod lend;
 mod lock;
 mod migrate;
+mod order;
 mod part;
+mod pause;
 mod purge;
 mod renew;
 mod row;
 mod settle;
+mod split;
 mod sql;
 mod stats;
 mod sweep;
@@ -108,9 +112,10 @@ use outbox_core::lease::HeldLease;
 use outbox_core::lock::LockId;
 use outbox_core::stats::StoreStats;
 use outbox_core::store::{
-    ClaimRequest, Claimed, EventRecord, Insertion, LowWater, NewEvent, NoWakeups, Part, Pass,
-    Renewal, Settled, Settlement, Store, StoreError, StoreErrorKind, SweepChunk, SweepRequest,
-    Upkeep, Verified,
+    BlockedKey, ClaimRequest, Claimed, EventRecord, EventRef, Existing, Insertion, LowWater,
+    NewEvent, NoWakeups, Part, Pass, Pause, PauseRef, Renewal, Settled, Settlement, Split,
+    SplitRow, Store, StoreError, StoreErrorKind, SweepChunk, SweepRequest, Upkeep, Verified,
+    Watched,
 };
 use sqlx::sqlite::{
     SqliteConnectOptions, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteSynchronous,
@@ -358,6 +363,29 @@ impl Store for SqliteStore {
             .map_err(|error| sqlite_error("settle events in a transaction", error))
     }
 
+    /// Only asks: whoever writes has the write lock of the file, and with it every key. In a deferred
+    /// transaction that has not written, another one may write before it does; then the database
+    /// refuses this one's insert.
+    async fn lock_ordering_key(
+        &self,
+        connection: &mut Self::Connection,
+        key: &str,
+    ) -> Result<bool, StoreError> {
+        order::is_free(connection, &self.inner.statements, key)
+            .await
+            .map_err(|error| sqlite_error("lock an ordering key", error))
+    }
+
+    async fn cancel(
+        &self,
+        connection: &mut Self::Connection,
+        event: &EventRef,
+    ) -> Result<Option<Existing>, StoreError> {
+        cancel::run(connection, &self.inner.statements, event)
+            .await
+            .map_err(|error| sqlite_error("cancel an event", error))
+    }
+
     /// Takes the write lock of the file, whatever the namespace and the id. It waits as long as the
     /// connection's busy timeout.
     async fn lock_entity(
@@ -452,6 +480,17 @@ impl Store for SqliteStore {
         .await
     }
 
+    async fn split(&self, splits: &[Split]) -> Result<Vec<Option<Vec<SplitRow>>>, StoreError> {
+        let statements = &self.inner.statements;
+        self.write(
+            "split events among their handlers",
+            async |connection: &mut SqliteConnection| {
+                split::run(connection, statements, splits).await
+            },
+        )
+        .await
+    }
+
     async fn settle(&self, settlements: &[Settlement]) -> Result<Vec<Settled>, StoreError> {
         let statements = &self.inner.statements;
         self.write(
@@ -525,6 +564,26 @@ impl Store for SqliteStore {
         .await
     }
 
+    async fn set_paused(&self, pause: &PauseRef, paused: bool) -> Result<bool, StoreError> {
+        let statements = &self.inner.statements;
+        self.write(
+            "pause or resume",
+            async |connection: &mut SqliteConnection| {
+                pause::set(connection, statements, pause, paused).await
+            },
+        )
+        .await
+    }
+
+    async fn paused(&self) -> Result<Vec<Pause>, StoreError> {
+        let statements = &self.inner.statements;
+        self.read(
+            "list what is paused",
+            async |connection: &mut SqliteConnection| pause::list(connection, statements).await,
+        )
+        .await
+    }
+
     /// Counts the first 50,000 unsettled events and the first 50,000 dead letters, by number.
     async fn stats(&self) -> Result<StoreStats, StoreError> {
         let statements = &self.inner.statements;
@@ -541,6 +600,28 @@ impl Store for SqliteStore {
         instance: &str,
     ) -> Result<Option<Self::Exclusive>, StoreError> {
         SqliteExclusive::take(self, name, instance).await
+    }
+
+    async fn look_up(&self, events: &[Watched]) -> Result<Vec<Option<Existing>>, StoreError> {
+        let statements = &self.inner.statements;
+        self.read(
+            "look up events",
+            async |connection: &mut SqliteConnection| {
+                cancel::look_up(connection, statements, events).await
+            },
+        )
+        .await
+    }
+
+    async fn blocked_keys(&self, limit: NonZeroU32) -> Result<Vec<BlockedKey>, StoreError> {
+        let statements = &self.inner.statements;
+        self.read(
+            "list blocked keys",
+            async |connection: &mut SqliteConnection| {
+                order::list(connection, statements, limit).await
+            },
+        )
+        .await
     }
 
     async fn find(&self, row: i64) -> Result<Option<EventRecord>, StoreError> {

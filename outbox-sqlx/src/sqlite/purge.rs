@@ -6,7 +6,7 @@ use sqlx::SqliteConnection;
 
 use super::sql::{Statements, safe};
 
-/// Removes up to `?1` processed and discarded events past their retention, the longest overdue
+/// Removes up to `?1` processed, discarded and cancelled events past their retention, the longest overdue
 /// first.
 ///
 /// The history holds nothing that waits, is leased, retries or is dead; no condition is needed to
@@ -18,7 +18,9 @@ pub(super) const HISTORY: &str = "
 
 /// Removes up to `?1` dedup keys past their end.
 ///
-/// - A key has an end only once its event is processed or discarded.
+/// - A key has an end only once its event is processed, discarded or cancelled.
+/// - It is kept while a part of its event is unsettled or dead, although the part whose state it tells
+///   is settled.
 /// - `NOT EXISTS`: where the history is being removed in small bites, a key still outlives its
 ///   event's row.
 pub(super) const KEYS: &str = "
@@ -28,6 +30,8 @@ pub(super) const KEYS: &str = "
         FROM {keys} AS taken
         WHERE taken.expires_at <= {now}
             AND NOT EXISTS (SELECT 1 FROM {history} AS kept WHERE kept.id = taken.event_id)
+            AND NOT EXISTS (SELECT 1 FROM {events} AS part WHERE part.origin = taken.event_id)
+            AND NOT EXISTS (SELECT 1 FROM {dead} AS part WHERE part.origin = taken.event_id)
         ORDER BY taken.expires_at
         LIMIT ?1
     )

@@ -5,22 +5,33 @@ use outbox_core::store::{Renewal, Settled, Verified};
 use sqlx::{Row, SqliteConnection};
 use std::time::Duration;
 
+use super::claim::IS_BLOCKED;
 use super::row::{event_id, leases_json, micros, time, token};
 use super::settle::held;
 use super::sql::{Statements, safe};
 
-/// Answers which of the leases `?1` are in their rows, and how much of each is left.
+/// Answers which of the leases `?1` are in their rows, how much of each is left, and whether anything
+/// speaks against starting them.
 ///
-/// `max`: an expired lease that nobody took over is still held, with nothing left of it.
-pub(super) const VERIFY: &str = "
+/// - `max`: an expired lease that nobody took over is still held, with nothing left of it.
+/// - A row that was born leased belongs to all handlers of its event, so the pause of one of them does
+///   not concern it.
+const VERIFY: &str = "
     SELECT
         event.id, event.lease_token, event.created_at,
         max(event.lease_expires_at - {now}, 0) AS remaining,
+        coalesce(event.expires_at <= {now}, 0) AS expired,
+        EXISTS (SELECT 1 FROM {paused} WHERE name = event.name AND handler = '')
+            OR (event.ordering_key IS NOT NULL AND {is_blocked}) AS blocked,
         (SELECT uuid FROM {installation}) AS installation
     FROM json_each(?1) AS lease
     JOIN {events} AS event
         ON event.id = lease.value ->> 0 AND event.lease_token = lease.value ->> 1
 ";
+
+pub(super) fn verify_statement() -> String {
+    VERIFY.replace("{is_blocked}", &IS_BLOCKED.replace("candidate.", "event."))
+}
 
 /// Lets the leases `?1` end `?2` microseconds from now. An expired one that nobody took over
 /// begins again.
@@ -71,6 +82,8 @@ pub(super) async fn verify(
             remaining: Duration::from_micros(
                 u64::try_from(row.try_get::<i64, _>("remaining")?).unwrap_or(0),
             ),
+            expired: row.try_get("expired")?,
+            blocked: row.try_get("blocked")?,
         });
     }
     Ok(verified)

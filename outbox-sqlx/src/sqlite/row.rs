@@ -1,11 +1,13 @@
 //! Between columns and the framework's types.
 
+use std::fmt::Write as _;
 use std::num::NonZeroU32;
 use std::str::FromStr;
 use std::time::{Duration, SystemTime};
 
 use outbox_core::DURATION_MAX;
 use outbox_core::event::{EventId, Priority};
+use outbox_core::fingerprint::Fingerprint;
 use outbox_core::lease::{HeldLease, LeaseToken};
 use outbox_core::store::{Claimed, Exhausted, KnownEvent};
 use serde_json::{Value, json};
@@ -17,7 +19,8 @@ use uuid::Uuid;
 /// What a claim returns of each row, whichever statement claims it.
 pub(super) const CLAIMED_COLUMNS: &str = "
     id, name, version, payload, headers, priority, due_at IS NOT NULL AS waited,
-    attempts, max_attempts, created_at, (SELECT uuid FROM {installation}) AS installation
+    attempts, max_attempts, created_at, coalesce(expires_at <= {now}, 0) AS expired, ordering_key,
+    handler, origin, (SELECT uuid FROM {installation}) AS installation
 ";
 
 pub(super) fn claimed(row: &SqliteRow, token: LeaseToken) -> Result<Claimed, sqlx::Error> {
@@ -36,6 +39,10 @@ pub(super) fn claimed(row: &SqliteRow, token: LeaseToken) -> Result<Claimed, sql
         attempt: at_least_one(row, "attempts")?,
         max_attempts: at_least_one(row, "max_attempts")?,
         created_at: time(row.try_get("created_at")?),
+        expired: row.try_get("expired")?,
+        ordering_key: optional_text(row, "ordering_key")?,
+        handler: optional_text(row, "handler")?,
+        origin: row.try_get("origin")?,
     })
 }
 
@@ -47,6 +54,8 @@ pub(super) fn exhausted(row: &SqliteRow, token: LeaseToken) -> Result<Exhausted,
         name: text(row, "name")?,
         attempt: at_least_one(row, "attempts")?,
         max_attempts: at_least_one(row, "max_attempts")?,
+        handler: optional_text(row, "handler")?,
+        origin: row.try_get("origin")?,
     })
 }
 
@@ -135,10 +144,33 @@ pub(super) fn leases_json<'a>(leases: impl IntoIterator<Item = &'a HeldLease>) -
     Value::from(leases).to_string()
 }
 
-/// The events a process handles, as one parameter: `{"order.paid": 3, ..}`.
+/// What a process handles, as one parameter: `{"order.paid": 3, "order.paid/email": 3, ..}`. No name
+/// has a slash in it.
 pub(super) fn known_json(events: &[KnownEvent]) -> String {
-    let newest = events
-        .iter()
-        .map(|event| (event.name.to_owned(), event.newest_version.get().into()));
+    let newest = events.iter().map(|event| {
+        let lane = match event.handler {
+            Some(handler) => format!("{}/{handler}", event.name),
+            None => event.name.to_owned(),
+        };
+        (lane, event.newest_version.get().into())
+    });
     Value::Object(newest.collect()).to_string()
+}
+
+/// A fingerprint as it is stored: hexadecimal text, which JSON can carry.
+pub(super) fn fingerprint_text(fingerprint: &Fingerprint) -> String {
+    let bytes = fingerprint.as_bytes().iter();
+    bytes.fold(String::new(), |mut text, byte| {
+        // Writing to a `String` does not fail.
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+/// One that a later release made differently is none for us.
+pub(super) fn fingerprint(text: Option<&str>) -> Option<Fingerprint> {
+    let text = text?;
+    let byte = |at| u8::from_str_radix(text.get(at..at + 2)?, 16).ok();
+    let bytes: Option<Vec<u8>> = (0..text.len()).step_by(2).map(byte).collect();
+    Fingerprint::from_bytes(&bytes?)
 }

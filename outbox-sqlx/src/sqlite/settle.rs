@@ -32,11 +32,12 @@ pub(super) const HELD: &str = "
 /// - The row leaves its lease token behind; who held it last stays.
 pub(super) const ARCHIVE: &str = "
     INSERT INTO {history} (
-        id, name, version, priority, state, payload, headers, dedup_key, ordering_key, attempts,
-        max_attempts, claimed_by, created_at, settled_at, expires_at, failures, output
+        id, name, handler, origin, version, priority, state, payload, headers, dedup_key,
+        ordering_key, attempts, max_attempts, claimed_by, created_at, settled_at, expires_at,
+        failures, output
     )
     SELECT
-        event.id, name, version, priority, 'processed', payload, headers, dedup_key, ordering_key,
+        event.id, name, handler, origin, version, priority, 'processed', payload, headers, dedup_key, ordering_key,
         attempts, max_attempts, claimed_by, created_at, {now}, {now} + retention, failures,
         settled.value ->> 'output'
     FROM json_each(?1) AS settled
@@ -75,16 +76,26 @@ pub(super) fn close_keys(state: EventState) -> String {
 /// Copies events to the dead letters, with the failure that ended them.
 pub(super) fn bury() -> String {
     let failures = append_failure("settled.value ->> 'error'");
+    burying("attempts", &failures, "settled.value ->> 'reason'")
+}
+
+/// Copies events to the dead letters whose time was over before a handler was started: the attempt is
+/// taken back, and there is no failure to record.
+pub(super) fn bury_expired() -> String {
+    burying("max(attempts - 1, 0)", "failures", "'expired'")
+}
+
+fn burying(attempts: &str, failures: &str, reason: &str) -> String {
     format!(
         "INSERT INTO {{dead}} (
-            id, name, version, priority, payload, headers, dedup_key, ordering_key, attempts,
-            max_attempts, claimed_by, created_at, settled_at, retention, key_retention, failures,
-            reason
+            id, name, handler, origin, version, priority, payload, headers, dedup_key, ordering_key,
+            blocks, attempts, max_attempts, claimed_by, created_at, settled_at, retention,
+            key_retention, failures, reason
         )
         SELECT
-            event.id, name, version, priority, payload, headers, dedup_key, ordering_key, attempts,
-            max_attempts, claimed_by, created_at, {{now}}, retention, key_retention, {failures},
-            settled.value ->> 'reason'
+            event.id, name, handler, origin, version, priority, payload, headers, dedup_key,
+            ordering_key, blocks, {attempts}, max_attempts, claimed_by, created_at, {{now}},
+            retention, key_retention, {failures}, {reason}
         FROM json_each(?1) AS settled
         JOIN {{events}} AS event
             ON event.id = settled.value ->> 'row' AND event.lease_token = settled.value ->> 'token'"
@@ -143,7 +154,7 @@ pub(super) async fn run(
     let mut open = held(connection, statements, settlements.iter().map(|s| &s.lease)).await?;
     let mut answers = Vec::with_capacity(settlements.len());
     let (mut processed, mut failed, mut dead) = (Vec::new(), Vec::new(), Vec::new());
-    let mut discarded = Vec::new();
+    let (mut discarded, mut expired) = (Vec::new(), Vec::new());
 
     for settlement in settlements {
         let lease = settlement.lease;
@@ -166,6 +177,7 @@ pub(super) async fn run(
                 "row": row, "token": token, "reason": reason.as_str(), "error": error.as_str(),
             })),
             Outcome::Discarded { .. } => discarded.push(json!({"row": row, "token": token})),
+            Outcome::Expired => expired.push(json!({"row": row, "token": token})),
         }
     }
 
@@ -174,6 +186,7 @@ pub(super) async fn run(
         close_keys,
         discard_keys,
         bury,
+        bury_expired,
         mark_dead_keys,
         leave,
         retry,
@@ -184,6 +197,7 @@ pub(super) async fn run(
         (failed, &[retry][..]),
         (dead, &[bury, mark_dead_keys, leave][..]),
         (discarded, &[discard_keys, leave][..]),
+        (expired, &[bury_expired, mark_dead_keys, leave][..]),
     ] {
         if batch.is_empty() {
             continue;

@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
+use outbox_core::outcome;
 use outbox_core::store::{EventState, StoreError, StoreErrorKind};
 use sqlx::AssertSqlSafe;
 
 use super::{
-    check, claim, dead_letter, find, insert, lock, migrate, purge, renew, settle, stats, sweep,
+    cancel, check, claim, dead_letter, find, insert, lock, migrate, order, pause, purge, renew,
+    settle, split, stats, sweep,
 };
 use crate::ident::Ident;
 
@@ -87,6 +89,7 @@ impl Table {
             match placeholder {
                 "now" => sql.push_str(NOW),
                 "status" => sql.push_str(&STATUS.replace("{now}", NOW)),
+                "expired" => sql.push_str(&format!("'{}'", outcome::EXPIRED)),
                 name => {
                     sql.push_str(database);
                     sql.push_str(&self.0.quoted_with(suffix(name)));
@@ -104,6 +107,11 @@ fn suffix(placeholder: &str) -> &'static str {
         "events" => "",
         "ready" => "_ready",
         "waiting" => "_waiting",
+        "order" => "_order",
+        "parts" => "_parts",
+        "dead_order" => "_dead_order",
+        "dead_parts" => "_dead_parts",
+        "paused" => "_paused",
         "history" => "_history",
         "history_end" => "_history_end",
         "dead" => "_dead",
@@ -131,12 +139,26 @@ pub(super) struct Statements {
     pub(super) close_keys: Arc<str>,
     pub(super) discard_keys: Arc<str>,
     pub(super) bury: Arc<str>,
+    pub(super) bury_expired: Arc<str>,
     pub(super) mark_dead_keys: Arc<str>,
     pub(super) leave: Arc<str>,
     pub(super) retry: Arc<str>,
     pub(super) verify: Arc<str>,
     pub(super) renew: Arc<str>,
     pub(super) release: Arc<str>,
+    pub(super) split_add: Arc<str>,
+    pub(super) split_keep: Arc<str>,
+    pub(super) parts_of: Arc<str>,
+    pub(super) archive_cancelled: Arc<str>,
+    pub(super) cancel_key: Arc<str>,
+    pub(super) leave_cancelled: Arc<str>,
+    pub(super) key_holder: Arc<str>,
+    pub(super) watch: Arc<str>,
+    pub(super) is_free: Arc<str>,
+    pub(super) blocked_keys: Arc<str>,
+    pub(super) pause: Arc<str>,
+    pub(super) resume: Arc<str>,
+    pub(super) paused: Arc<str>,
     pub(super) sweep_chunk: Arc<str>,
     pub(super) sweep_unhandled: Arc<str>,
     pub(super) sweep_cut: Arc<str>,
@@ -159,6 +181,7 @@ pub(super) struct Statements {
     pub(super) lock_free: Arc<str>,
     pub(super) lock_entity: Arc<str>,
     pub(super) find: Arc<str>,
+    pub(super) installation: Arc<str>,
     pub(super) schema_version: Arc<str>,
     pub(super) set_version: Arc<str>,
     pub(super) renew_installation: Arc<str>,
@@ -178,12 +201,26 @@ impl Statements {
             close_keys: table.statement(&settle::close_keys(EventState::Processed)),
             discard_keys: table.statement(&settle::close_keys(EventState::Discarded)),
             bury: table.statement(&settle::bury()),
+            bury_expired: table.statement(&settle::bury_expired()),
             mark_dead_keys: table.statement(settle::MARK_DEAD_KEYS),
             leave: table.statement(settle::LEAVE),
             retry: table.statement(&settle::retry()),
-            verify: table.statement(renew::VERIFY),
+            verify: table.statement(&renew::verify_statement()),
             renew: table.statement(renew::RENEW),
             release: table.statement(renew::RELEASE),
+            split_add: table.statement(split::ADD),
+            split_keep: table.statement(split::KEEP),
+            parts_of: table.statement(cancel::PARTS_OF),
+            archive_cancelled: table.statement(cancel::ARCHIVE),
+            cancel_key: table.statement(cancel::CLOSE_KEY),
+            leave_cancelled: table.statement(cancel::LEAVE),
+            key_holder: table.statement(cancel::HOLDER),
+            watch: table.statement(cancel::LOOK_UP),
+            is_free: table.statement(order::IS_FREE),
+            blocked_keys: table.statement(&order::blocked_keys()),
+            pause: table.statement(pause::PAUSE),
+            resume: table.statement(pause::RESUME),
+            paused: table.statement(pause::PAUSED),
             sweep_chunk: table.statement(sweep::CHUNK),
             sweep_unhandled: table.statement(&sweep::unhandled()),
             sweep_cut: table.statement(sweep::CUT),
@@ -192,7 +229,7 @@ impl Statements {
             purge_keys: table.statement(purge::KEYS),
             dead_look_down: table.statement(&dead_letter::look_down()),
             dead_look_up: table.statement(&dead_letter::look_up()),
-            dead_list: table.statement(dead_letter::LIST),
+            dead_list: table.statement(&dead_letter::list_statement()),
             dead_numbered: table.statement(dead_letter::NUMBERED),
             requeue: table.statement(dead_letter::REQUEUE),
             archive_dead: table.statement(dead_letter::ARCHIVE_DEAD),
@@ -206,6 +243,7 @@ impl Statements {
             lock_free: table.statement(lock::FREE),
             lock_entity: table.statement(lock::LOCK_ENTITY),
             find: table.statement(find::FIND),
+            installation: table.statement(find::INSTALLATION),
             schema_version: table.statement(migrate::VERSION),
             set_version: table.statement(migrate::SET_VERSION),
             renew_installation: table.statement(migrate::RENEW_INSTALLATION),
@@ -254,8 +292,9 @@ mod tests {
     }
 
     /// Every statement that looks for rows of the outbox, under a name. `counts` walks two tables
-    /// as far as its limit, and `lock_entity` looks for none.
-    fn looking(statements: &Statements) -> [(&'static str, &Arc<str>); 35] {
+    /// as far as its limit, `blocked_keys` what has failed or is dead, and `lock_entity` looks for
+    /// none.
+    fn looking(statements: &Statements) -> [(&'static str, &Arc<str>); 45] {
         [
             ("insert_one", &statements.insert_one),
             ("insert_many", &statements.insert_many),
@@ -263,6 +302,16 @@ mod tests {
             ("claim", &statements.claim),
             ("claim_rows", &statements.claim_rows),
             ("held", &statements.held),
+            ("bury_expired", &statements.bury_expired),
+            ("split_add", &statements.split_add),
+            ("split_keep", &statements.split_keep),
+            ("parts_of", &statements.parts_of),
+            ("archive_cancelled", &statements.archive_cancelled),
+            ("cancel_key", &statements.cancel_key),
+            ("leave_cancelled", &statements.leave_cancelled),
+            ("key_holder", &statements.key_holder),
+            ("watch", &statements.watch),
+            ("is_free", &statements.is_free),
             ("archive", &statements.archive),
             ("close_keys", &statements.close_keys),
             ("bury", &statements.bury),

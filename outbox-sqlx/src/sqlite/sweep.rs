@@ -5,7 +5,7 @@ use outbox_core::store::{SweepChunk, SweepRequest, Unhandled};
 use sqlx::{Row, SqliteConnection};
 
 use super::claim::known;
-use super::row::{at_least_one, exhausted, known_json, micros, text, token_text};
+use super::row::{at_least_one, exhausted, known_json, micros, optional_text, text, token_text};
 use super::sql::{Statements, safe};
 
 /// How many rows the chunk after `?1` of at most `?2` has, and the last of them.
@@ -18,11 +18,11 @@ pub(super) const CHUNK: &str = "
 pub(super) fn unhandled() -> String {
     let known = known(3);
     format!(
-        "SELECT name, version, count(*) AS rows
+        "SELECT name, handler, version, count(*) AS rows
         FROM {{events}}
         WHERE id > ?1 AND id <= ?2 AND NOT {known}
-        GROUP BY name, version
-        ORDER BY name, version"
+        GROUP BY name, handler, version
+        ORDER BY name, handler, version"
     )
 }
 
@@ -58,7 +58,9 @@ pub(super) const CLAIM: &str = "
         AND attempts >= max_attempts
         AND (due_at IS NULL OR due_at <= {now})
         AND (lease_expires_at IS NULL OR lease_expires_at <= {now})
-    RETURNING id, name, attempts, max_attempts, (SELECT uuid FROM {installation}) AS installation
+    RETURNING
+        id, name, handler, origin, attempts, max_attempts,
+        (SELECT uuid FROM {installation}) AS installation
 ";
 
 pub(super) async fn run(
@@ -87,6 +89,7 @@ pub(super) async fn run(
     for row in &groups {
         unhandled.push(Unhandled {
             name: text(row, "name")?,
+            handler: optional_text(row, "handler")?,
             version: at_least_one(row, "version")?,
             rows: u64::try_from(row.try_get::<i64, _>("rows")?).unwrap_or(0),
         });

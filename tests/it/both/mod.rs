@@ -4,9 +4,12 @@
 //! A scenario is a function over a [`Database`]; [`on_both_databases!`] makes two tests of it.
 
 mod cadences;
+mod cancel;
 mod costs;
 mod dead_letters;
 mod dispatch;
+mod idempotency;
+mod order;
 mod publish;
 mod relay;
 mod transactional;
@@ -65,6 +68,11 @@ pub(crate) trait Database: Send + Sync + Sized + 'static {
         self.execute(Self::MAKE_DUE, row)
     }
 
+    /// Ends the time in which a row is worth handling.
+    fn expire(&self, row: i64) -> impl Future<Output = ()> + Send {
+        self.execute(Self::EXPIRE, row)
+    }
+
     /// Makes a dead letter two days older.
     fn age_dead_letter(&self, row: i64) -> impl Future<Output = ()> + Send {
         self.execute(Self::AGE_DEAD_LETTER, row)
@@ -72,6 +80,7 @@ pub(crate) trait Database: Send + Sync + Sized + 'static {
 
     const EXPIRE_LEASE: &'static str;
     const MAKE_DUE: &'static str;
+    const EXPIRE: &'static str;
     const AGE_DEAD_LETTER: &'static str;
     const BREAK_PAYLOAD: &'static str;
 }
@@ -85,6 +94,8 @@ impl Database for Postgres {
         "UPDATE outbox.outbox_events SET lease_expires_at = clock_timestamp() WHERE id = $1";
     const MAKE_DUE: &'static str = "UPDATE outbox.outbox_events SET due_at = clock_timestamp() \
          WHERE id = $1 AND due_at IS NOT NULL";
+    const EXPIRE: &'static str = "UPDATE outbox.outbox_events SET expires_at = clock_timestamp() \
+         WHERE id = $1 AND expires_at IS NOT NULL";
     const AGE_DEAD_LETTER: &'static str = "UPDATE outbox.outbox_events_dead \
          SET settled_at = settled_at - interval '2 days' WHERE id = $1";
     const BREAK_PAYLOAD: &'static str =
@@ -147,6 +158,9 @@ impl Database for Sqlite {
     const MAKE_DUE: &'static str = "UPDATE outbox_events SET due_at = \
          CAST(unixepoch('subsec') * 1000000 AS INTEGER) - 1000 \
          WHERE id = $1 AND due_at IS NOT NULL";
+    const EXPIRE: &'static str = "UPDATE outbox_events SET expires_at = \
+         CAST(unixepoch('subsec') * 1000000 AS INTEGER) - 1000 \
+         WHERE id = $1 AND expires_at IS NOT NULL";
     const AGE_DEAD_LETTER: &'static str = "UPDATE outbox_events_dead \
          SET settled_at = settled_at - 2 * 86400000000 WHERE id = $1";
     const BREAK_PAYLOAD: &'static str = "UPDATE outbox_events SET payload = '[null]' WHERE id = $1";

@@ -159,6 +159,7 @@ async fn p3_of_many_concurrent_publishers_of_one_key_one_gets_its_event_in<D: Da
         match publishing.await.unwrap() {
             Published::Inserted(id) => inserted.push(id),
             Published::Duplicate(duplicate) => duplicates.push(duplicate.event_id()),
+            reused @ Published::KeyReused(_) => panic!("{reused:?}"),
         }
     }
     assert_eq!(inserted.len(), 1);

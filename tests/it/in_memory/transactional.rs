@@ -134,9 +134,11 @@ async fn p5_a_lost_lease_loses_the_transaction_with_it() {
         instance: "other",
         events: &[outbox_core::store::KnownEvent {
             name: "ticked",
+            handler: None,
             newest_version: std::num::NonZeroU32::MIN,
         }],
         low_water: outbox_core::store::LowWater::BEGINNING,
+        freed: &[],
     };
     let claimed = outbox_core::Store::claim(&store, &other).await.unwrap();
     assert_eq!(claimed.len(), 1);

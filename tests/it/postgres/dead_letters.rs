@@ -4,6 +4,7 @@ use outbox_core::dead_letter::{
     DeadLetterChange, DeadLetterFilter, DeadLetterRows, DeadLetterScan,
 };
 use outbox_core::outcome::DeadReason;
+use outbox_core::store::PauseRef;
 
 use super::*;
 
@@ -73,8 +74,8 @@ async fn an_operator_waits_for_a_named_row_and_passes_over_a_found_one() {
 #[tokio::test]
 async fn changes_keep_to_their_indexes_in_every_state_of_the_table() {
     let (_db, store) = installed().await;
-    let scan_types = "bigint, bigint, bigint, text, text, interval, interval, text";
-    let scan = "5, 100, 100, 'order.paid', NULL, NULL, '1 day', 'no'";
+    let scan_types = "bigint, bigint, bigint, text, text, interval, interval, text, text";
+    let scan = "5, 100, 100, 'order.paid', NULL, NULL, '1 day', 'no', NULL";
     let requeue_types = format!("{scan_types}, interval, interval");
     let requeue = format!("{scan}, '0', '1 s'");
     let numbered = "bigint[], interval, interval";
@@ -91,9 +92,10 @@ async fn changes_keep_to_their_indexes_in_every_state_of_the_table() {
     for state in [
         "VACUUM ANALYZE",
         "INSERT INTO outbox.outbox_events_dead
-             (id, name, version, payload, priority, attempts, max_attempts, retention, created_at,
-              settled_at, dead_reason, last_error)
-         SELECT n, 'order.paid', 1, '{}', 1, 5, 5, interval '0', now(), now(), 'permanent', 'no'
+             (id, name, version, payload, blocks, priority, attempts, max_attempts, retention,
+              created_at, settled_at, dead_reason, last_error)
+         SELECT
+             n, 'order.paid', 1, '{}', false, 1, 5, 5, interval '0', now(), now(), 'permanent', 'no'
          FROM generate_series(1, 20000) AS n",
         "VACUUM ANALYZE",
         "DELETE FROM pg_statistic",
@@ -128,7 +130,8 @@ async fn the_rights_of_an_operator_are_enough() {
              GRANT SELECT, UPDATE, DELETE ON outbox.outbox_events_dead TO {role};
              GRANT INSERT ON outbox.outbox_events, outbox.outbox_events_history TO {role};
              GRANT SELECT, INSERT, UPDATE ON outbox.outbox_events_keys TO {role};
-             GRANT SELECT ON outbox.outbox_events_all, outbox.outbox_events_installation TO {role}"
+             GRANT SELECT ON outbox.outbox_events_all, outbox.outbox_events_installation TO {role};
+             GRANT SELECT, INSERT, DELETE ON outbox.outbox_events_paused TO {role}"
         ),
     )
     .await;
@@ -150,6 +153,13 @@ async fn the_rights_of_an_operator_are_enough() {
         assert_eq!(changed.rows, [*row]);
     }
     assert!(operator.find(rows[0]).await.unwrap().is_some());
+    let pause = PauseRef {
+        name: "order.paid".to_owned(),
+        handler: None,
+    };
+    assert!(operator.set_paused(&pause, true).await.unwrap());
+    assert_eq!(operator.paused().await.unwrap().len(), 1);
+    assert!(operator.set_paused(&pause, false).await.unwrap());
     run(
         owner.pool(),
         &format!("DROP OWNED BY {role}; DROP ROLE {role}"),

@@ -5,7 +5,7 @@ use std::num::NonZeroU32;
 use std::str::FromStr;
 use std::time::Duration;
 
-use outbox_core::event::Priority;
+use outbox_core::event::{BehindDead, Priority};
 use outbox_core::lease::LeaseToken;
 use outbox_core::outcome::{ErrorText, Outcome};
 use outbox_core::store::{
@@ -30,6 +30,7 @@ const NAME: &str = "order.paid";
 /// What claims and sweeps here know.
 const KNOWN: KnownEvent = KnownEvent {
     name: NAME,
+    handler: None,
     newest_version: NonZeroU32::MIN,
 };
 const MINUTE: Duration = Duration::from_secs(60);
@@ -48,10 +49,13 @@ fn event() -> NewEvent {
         payload: r#"{"n": 1.10, "n": 1}"#.to_owned(),
         headers: None,
         dedup_key: None,
+        fingerprint: None,
         ordering_key: None,
+        behind_dead: BehindDead::Block,
         priority: Priority::Normal,
         max_attempts: NonZeroU32::new(5).unwrap(),
         delay: Duration::ZERO,
+        expires_in: None,
         retention: Duration::ZERO,
         key_retention: MINUTE,
         lease: None,
@@ -97,6 +101,7 @@ fn request(limit: u32) -> ClaimRequest<'static> {
         instance: "here",
         events: &[KNOWN],
         low_water: LowWater::BEGINNING,
+        freed: &[],
     }
 }
 
@@ -580,7 +585,8 @@ async fn the_rights_in_the_documentation_are_enough() {
              GRANT UPDATE, DELETE ON outbox.outbox_events, outbox.outbox_events_keys TO {relay};
              GRANT SELECT, INSERT, UPDATE, DELETE ON outbox.outbox_events_history TO {relay};
              GRANT SELECT, INSERT ON outbox.outbox_events_dead TO {relay};
-             GRANT SELECT ON outbox.outbox_events_all, outbox.outbox_events_schema TO {relay}"
+             GRANT SELECT ON outbox.outbox_events_all, outbox.outbox_events_schema TO {relay};
+             GRANT SELECT ON outbox.outbox_events_paused TO {relay}"
         ),
     )
     .await;

@@ -29,7 +29,7 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use outbox_core::cadence::Cadence;
-use outbox_core::event::{EventId, Priority};
+use outbox_core::event::{BehindDead, EventId, Priority};
 use outbox_core::lease::LeaseToken;
 use outbox_core::outcome::{DeadReason, ErrorText, Outcome};
 use outbox_core::store::{
@@ -46,6 +46,7 @@ const NAME: &str = "order.paid";
 /// What claims and sweeps here know.
 const KNOWN: KnownEvent = KnownEvent {
     name: NAME,
+    handler: None,
     newest_version: NonZeroU32::MIN,
 };
 const LEASE: Duration = Duration::from_secs(30);
@@ -63,10 +64,13 @@ fn event() -> NewEvent {
         payload: r#"{"cents":1.10}"#.to_owned(),
         headers: None,
         dedup_key: None,
+        fingerprint: None,
         ordering_key: None,
+        behind_dead: BehindDead::Block,
         priority: Priority::Normal,
         max_attempts: number(5),
         delay: Duration::ZERO,
+        expires_in: None,
         retention: Duration::from_secs(3_600),
         key_retention: Duration::from_secs(86_400),
         lease: None,
@@ -129,6 +133,7 @@ fn request(limit: u32) -> ClaimRequest<'static> {
         instance: "relay-a",
         events: &[KNOWN],
         low_water: LowWater::BEGINNING,
+        freed: &[],
     }
 }
 

@@ -3,7 +3,7 @@
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use outbox_core::{Backoff, OutboxEvent, Priority};
+use outbox_core::{Backoff, BehindDead, OutboxEvent, Priority};
 use serde::{Deserialize, Serialize};
 
 #[derive(Serialize, Deserialize, OutboxEvent)]
@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 #[outbox(version = 4, oldest_version = 2, upcast(from = OrderPaidV2, version = 2))]
 #[outbox(upcast(from = OrderPaidV3, version = 3))]
 #[outbox(dedup_key = "{order_id}", ordering_key = "customer:{customer_id}")]
+#[outbox(behind_dead = "skip", expires_in = "1h")]
 #[outbox(priority = "high", max_attempts = 8, timeout = "10s", retention = "7d")]
 #[outbox(backoff(base = "500ms", max = "1h", jitter = 0.5), output = ReceiptId)]
 #[outbox(crate = ::outbox_core)]
@@ -95,6 +96,10 @@ fn main() {
     assert_eq!(read(5, r#"{"order_id":7,"customer_id":9}"#), None);
     assert_eq!(OrderPaid::PRIORITY, Priority::High);
     assert_eq!(OrderPaid::MAX_ATTEMPTS, NonZeroU32::new(8));
+    assert_eq!(OrderPaid::BEHIND_DEAD, BehindDead::Skip);
+    assert_eq!(LineAdded::BEHIND_DEAD, BehindDead::Block);
+    assert_eq!(OrderPaid::EXPIRES_IN, Some(Duration::from_secs(3_600)));
+    assert_eq!(LineAdded::EXPIRES_IN, None);
     assert_eq!(OrderPaid::TIMEOUT, Some(Duration::from_secs(10)));
     assert_eq!(OrderPaid::RETENTION, Some(Duration::from_secs(604_800)));
     let backoff = Backoff::new(Duration::from_millis(500), Duration::from_secs(3_600), 0.5);

@@ -154,6 +154,7 @@ pub async fn each_name_is_claimed_up_to_its_own_version<H: Harness>(h: &H) {
     let shipped = publish_all(h, &versions(SHIPPED)).await;
     let up_to = |paid: u32, shipped: u32| {
         [(PAID, paid), (SHIPPED, shipped)].map(|(name, version)| KnownEvent {
+            handler: None,
             name,
             newest_version: count(version),
         })

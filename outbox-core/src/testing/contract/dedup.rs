@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::Harness;
 use super::steps::*;
+use crate::fingerprint::Fingerprint;
 use crate::lease::LeaseToken;
 use crate::outcome::DeadReason;
 use crate::store::{EventState, Existing, Insertion, NewEvent, Store};
@@ -34,6 +35,7 @@ pub async fn a_duplicate_is_told_the_id<H: Harness>(h: &H) {
         id: inserted(&first[0]),
         state: EventState::Pending,
         output: None,
+        fingerprint: None,
     };
     assert_eq!(second, [Insertion::Existing(expected)]);
 }
@@ -86,6 +88,7 @@ pub async fn duplicates_in_a_batch_are_answered_in_input_order<H: Harness>(h: &H
             id,
             state: EventState::Pending,
             output: None,
+            fingerprint: None,
         })
     };
     assert_eq!(answers.len(), 6);
@@ -108,6 +111,7 @@ pub async fn a_transaction_meets_its_own_key<H: Harness>(h: &H) {
         id: inserted(&first[0]),
         state: EventState::Pending,
         output: None,
+        fingerprint: None,
     };
     assert_eq!(second, [Insertion::Existing(expected)]);
 }
@@ -144,6 +148,7 @@ pub async fn a_duplicate_of_a_born_leased_event_is_told_so<H: Harness>(h: &H) {
         id,
         state: EventState::InProgress,
         output: None,
+        fingerprint: None,
     });
     assert_eq!(answers[1], in_progress);
     assert_eq!(insert(h.store(), &[event]).await, [in_progress]);
@@ -252,6 +257,7 @@ pub async fn a_loser_waits_for_the_commit_and_learns_the_id<H: Harness>(h: &H) {
         id: inserted(&won[0]),
         state: EventState::Pending,
         output: None,
+        fingerprint: None,
     };
     assert_eq!(lost, [Insertion::Existing(expected)]);
 }
@@ -322,4 +328,42 @@ pub async fn a_duplicate_finds_an_event_that_is_being_settled<H: Harness>(h: &H)
             other => panic!("neither in progress nor processed: {other}"),
         }
     }
+}
+
+/// P3: a duplicate is told what was published with the key, wherever its event is.
+pub async fn a_duplicate_is_told_the_fingerprint<H: Harness>(h: &H) {
+    let of = |payload| Some(Fingerprint::of(count(1), payload));
+    let first = NewEvent {
+        fingerprint: of("1"),
+        retention: Duration::ZERO,
+        ..keyed("k")
+    };
+    let second = NewEvent {
+        fingerprint: of("2"),
+        ..keyed("k")
+    };
+    let third = NewEvent {
+        fingerprint: of("3"),
+        ..keyed("new")
+    };
+    let told = |answer: &Insertion| match answer {
+        Insertion::Existing(existing) => existing.fingerprint,
+        Insertion::Inserted(id) => panic!("the key was free: {id}"),
+    };
+    publish(h, first.clone()).await;
+    assert_eq!(
+        told(&insert(h.store(), &[second.clone()]).await[0]),
+        of("1")
+    );
+    let batch = [third, keyed("new"), second.clone()];
+    let answers = insert(h.store(), &batch).await;
+    assert_eq!(
+        told(&answers[1]),
+        of("3"),
+        "of the one before it in the batch"
+    );
+    assert_eq!(told(&answers[2]), of("1"));
+    let held = claim(h, &request(1)).await.remove(0).lease();
+    record_outcome(h, held, processed()).await;
+    assert_eq!(told(&insert(h.store(), &[second]).await[0]), of("1"));
 }

@@ -38,6 +38,10 @@
 //!         self.0.set_lease(row, remaining);
 //!     }
 //!
+//!     async fn expire(&self, row: i64) {
+//!         self.0.expire(row);
+//!     }
+//!
 //!     async fn age_dead_letter(&self, row: i64, age: Duration) {
 //!         self.0.age_dead_letter(row, age);
 //!     }
@@ -55,16 +59,21 @@
     reason = "a case is a test, and panicking is how it fails"
 )]
 
+pub mod cancel;
 pub mod claim;
 pub mod dead_letter;
 pub mod dedup;
+pub mod expiry;
 pub mod fence;
 pub mod lease;
 pub mod lock;
 pub mod nested;
+pub mod order;
+pub mod pause;
 pub mod publish;
 pub mod retention;
 pub mod settle;
+pub mod split;
 pub mod stats;
 pub mod sweep;
 
@@ -105,6 +114,9 @@ pub trait Harness: Send + Sync {
 
     /// Makes the lease of an unsettled row end in `remaining`.
     fn set_lease(&self, row: i64, remaining: Duration) -> impl Future<Output = ()> + Send;
+
+    /// Ends the time in which an unsettled row is worth handling.
+    fn expire(&self, row: i64) -> impl Future<Output = ()> + Send;
 
     /// Makes a dead letter older by `age`.
     fn age_dead_letter(&self, row: i64, age: Duration) -> impl Future<Output = ()> + Send;
@@ -206,7 +218,8 @@ macro_rules! __store_contract_cases {
                 a_waiting_loser_is_inserted_when_the_winner_rolls_back
                 one_of_many_concurrent_publishers_wins
                 batches_with_equal_keys_do_not_deadlock
-                a_duplicate_finds_an_event_that_is_being_settled;
+                a_duplicate_finds_an_event_that_is_being_settled
+                a_duplicate_is_told_the_fingerprint;
             claim:
                 a_claim_hands_over_the_event
                 a_claim_takes_no_more_than_its_limit
@@ -329,6 +342,82 @@ macro_rules! __store_contract_cases {
                 exclusive_locks_differ_by_name
                 an_entity_can_be_locked_twice_in_one_transaction
                 a_second_transaction_waits_for_a_locked_entity;
+            order:
+                only_the_first_of_each_key_is_claimed
+                a_claim_tells_the_key
+                a_key_orders_events_of_all_types
+                the_next_is_due_when_the_one_before_is_processed
+                the_next_waits_for_a_retry
+                neither_delay_nor_priority_changes_the_order
+                no_claim_takes_a_blocked_row
+                a_dead_letter_blocks_its_key
+                a_requeued_dead_letter_is_the_first_again
+                a_key_goes_on_behind_a_dead_letter_that_is_skipped
+                a_dead_letter_blocks_nothing_that_came_before_it
+                a_row_born_leased_behind_another_is_found_blocked
+                a_row_born_leased_behind_a_dead_letter_is_found_blocked
+                the_next_of_a_freed_key_is_found_below_the_mark
+                freed_keys_count_towards_the_limit
+                numbers_of_a_key_are_in_the_order_of_the_commits
+                batches_with_equal_ordering_keys_do_not_deadlock
+                a_batch_of_one_key_is_in_input_order
+                a_locked_key_tells_whether_anything_blocks_it
+                blocked_keys_are_listed_with_their_cause
+                the_longest_blocked_key_is_listed_first
+                only_the_first_cause_of_a_key_is_listed
+                events_behind_a_blocked_key_are_counted_up_to_a_limit
+                what_is_settled_blocks_nothing;
+            cancel:
+                a_cancelled_event_is_not_claimed
+                a_failed_event_can_be_cancelled
+                a_running_event_can_be_cancelled_and_its_outcome_is_refused
+                a_cancellation_that_rolls_back_has_not_happened
+                a_transaction_can_cancel_its_own_event
+                what_has_ended_is_not_cancelled
+                a_second_cancellation_is_told_of_the_first
+                a_cancelled_events_key_lives_on
+                a_cancelled_event_is_purged_after_its_retention
+                watched_events_are_found_wherever_they_are;
+            expiry:
+                a_claim_tells_whether_its_event_has_expired
+                a_claim_by_number_tells_whether_its_event_has_expired
+                a_verification_tells_whether_its_event_has_expired
+                the_deadline_is_shown
+                an_expired_event_is_a_dead_letter_without_a_charge
+                an_expiry_is_fenced
+                an_expired_event_of_an_unknown_type_is_left_alone
+                a_requeued_event_does_not_expire_again
+                expired_events_are_settled_beside_others;
+            split:
+                each_part_is_a_row_held_under_the_same_token
+                a_part_has_what_the_whole_had
+                parts_end_by_themselves
+                a_part_that_is_not_held_is_due_uncharged
+                a_claim_takes_the_rows_of_the_handlers_it_names
+                a_part_of_a_later_version_is_left_alone
+                a_part_can_have_a_limit_of_attempts_of_its_own
+                a_parts_limit_covers_what_was_charged_before
+                a_split_is_fenced
+                a_part_is_not_split_again
+                many_rows_are_split_at_once
+                a_duplicate_is_told_of_the_first_part
+                a_key_lasts_as_long_as_any_part
+                a_dead_letter_names_its_handler
+                a_processed_part_is_kept_with_its_handler
+                a_sweep_reports_rows_of_handlers_that_are_not_here
+                an_exhausted_part_is_swept_with_its_handler
+                a_key_waits_for_all_parts_of_an_event
+                a_part_can_be_given_back;
+            pause:
+                a_paused_event_is_not_claimed
+                other_events_are_claimed
+                what_is_held_can_be_renewed_and_settled
+                a_row_born_leased_is_found_blocked
+                a_part_of_a_paused_handler_waits
+                a_paused_event_pauses_its_handlers
+                pausing_twice_is_pausing_once
+                pauses_are_listed
+                a_sweep_looks_at_what_is_paused;
             stats:
                 an_empty_outbox_has_nothing_to_count
                 every_event_is_counted_once

@@ -5,12 +5,13 @@ use std::time::Duration;
 
 use super::Harness;
 use crate::cadence::Cadence;
-use crate::event::{EventId, Priority};
+use crate::dead_letter::{DeadLetterChange, DeadLetterRows};
+use crate::event::{BehindDead, EventId, Priority};
 use crate::lease::{HeldLease, LeaseToken};
 use crate::outcome::{DeadReason, ErrorText, Outcome};
 use crate::store::{
-    BornLease, ClaimRequest, Claimed, EventRecord, Insertion, KnownEvent, LowWater, NewEvent, Pass,
-    Settled, Settlement, Store, SweepChunk, SweepRequest,
+    BornLease, ClaimRequest, Claimed, EventRecord, EventRef, Insertion, KnownEvent, LowWater,
+    NewEvent, Pass, Settled, Settlement, Store, SweepChunk, SweepRequest,
 };
 
 pub(super) const PAID: &str = "order.paid";
@@ -24,6 +25,7 @@ pub(super) const KNOWN: [KnownEvent; 1] = [known(PAID)];
 pub(super) const fn known(name: &'static str) -> KnownEvent {
     KnownEvent {
         name,
+        handler: None,
         newest_version: NonZeroU32::new(3).unwrap(),
     }
 }
@@ -42,10 +44,13 @@ pub(super) fn event() -> NewEvent {
         payload: r#"{"order_id":7}"#.to_owned(),
         headers: None,
         dedup_key: None,
+        fingerprint: None,
         ordering_key: None,
+        behind_dead: BehindDead::Block,
         priority: Priority::Normal,
         max_attempts: count(3),
         delay: Duration::ZERO,
+        expires_in: None,
         retention: DAY,
         key_retention: DAY,
         lease: None,
@@ -171,6 +176,7 @@ pub(super) fn request(limit: u32) -> ClaimRequest<'static> {
         instance: "a",
         events: &KNOWN,
         low_water: LowWater::BEGINNING,
+        freed: &[],
     }
 }
 
@@ -307,4 +313,31 @@ pub(super) async fn purge<H: Harness>(h: &H) -> u64 {
         }
         total += removed;
     }
+}
+
+/// Requeues a dead letter, due at once.
+pub(super) async fn requeue<H: Harness>(h: &H, row: i64) {
+    change_dead_letter(h, row, DeadLetterChange::AT_ONCE).await;
+}
+
+pub(super) async fn discard<H: Harness>(h: &H, row: i64) {
+    change_dead_letter(h, row, DeadLetterChange::Discard).await;
+}
+
+async fn change_dead_letter<H: Harness>(h: &H, row: i64, change: DeadLetterChange) {
+    let rows = DeadLetterRows::Numbered(&[row]);
+    let changed = h.store().change_dead_letters(rows, change).await.unwrap();
+    assert_eq!(changed.rows, [row]);
+}
+
+/// Cancels an unsettled event, in a transaction of its own.
+pub(super) async fn cancel_row<H: Harness>(h: &H, row: i64) {
+    let mut tx = h.store().begin().await.unwrap();
+    let found = h
+        .store()
+        .cancel(&mut tx, &EventRef::Row(row))
+        .await
+        .unwrap();
+    h.store().commit(tx).await.unwrap();
+    assert_eq!(found.map(|found| found.id.row()), Some(row));
 }

@@ -19,7 +19,15 @@ impl Database {
             .values()
             .filter(|row| self.is_claimable(row, request, now))
             .partition(|row| row.columns.due_at.is_some());
-        others.retain(|row| row.columns.id.row() >= request.low_water.of(row.columns.priority));
+        let first_of_freed: Vec<i64> = request
+            .freed
+            .iter()
+            .filter_map(|key| self.first_of(key))
+            .collect();
+        others.retain(|row| {
+            let number = row.columns.id.row();
+            number >= request.low_water.of(row.columns.priority) || first_of_freed.contains(&number)
+        });
 
         let limit = request.limit.get() as usize;
         waited.sort_by_key(|row| first_claimed(row));
@@ -50,7 +58,7 @@ impl Database {
     pub(super) fn sweep(&mut self, request: &SweepRequest<'_>, now: SystemTime) -> SweepChunk {
         let scan = request.scan.get() as usize;
         let mut chunk = SweepChunk::default();
-        let mut unhandled: BTreeMap<(&str, NonZeroU32), u64> = BTreeMap::new();
+        let mut unhandled: BTreeMap<(&str, Option<&str>, NonZeroU32), u64> = BTreeMap::new();
         let mut looked_at = 0;
 
         let rows = self.rows.range_mut(request.after.saturating_add(1)..);
@@ -66,17 +74,22 @@ impl Database {
                 let holder = row.columns.claimed_by.clone();
                 let holder = holder.as_deref().unwrap_or(request.instance);
                 hold(row, request.token, holder, now + request.lease);
-                chunk.exhausted.extend(row.claimed().map(|row| Exhausted {
-                    id: row.id,
-                    token: row.token,
-                    name: row.name,
-                    attempt: row.attempt,
-                    max_attempts: row.max_attempts,
-                }));
+                chunk
+                    .exhausted
+                    .extend(row.claimed(now).map(|row| Exhausted {
+                        id: row.id,
+                        token: row.token,
+                        name: row.name,
+                        handler: row.handler,
+                        origin: row.origin,
+                        attempt: row.attempt,
+                        max_attempts: row.max_attempts,
+                    }));
             }
             let (name, version) = (row.columns.name.as_str(), row.columns.version);
-            if !is_known(request.events, name, version) {
-                *unhandled.entry((name, version)).or_default() += 1;
+            let handler = row.columns.handler.as_deref();
+            if !is_known(request.events, name, version, handler) {
+                *unhandled.entry((name, handler, version)).or_default() += 1;
             }
         }
 
@@ -85,8 +98,9 @@ impl Database {
         }
         chunk.unhandled = unhandled
             .into_iter()
-            .map(|((name, version), rows)| Unhandled {
+            .map(|((name, handler, version), rows)| Unhandled {
                 name: name.to_owned(),
+                handler: handler.map(str::to_owned),
                 version,
                 rows,
             })
@@ -98,8 +112,15 @@ impl Database {
     fn is_claimable(&self, row: &Row, request: &ClaimRequest<'_>, now: SystemTime) -> bool {
         row.is_free(now)
             && row.has_attempt_left()
-            && is_known(request.events, &row.columns.name, row.columns.version)
+            && is_known(
+                request.events,
+                &row.columns.name,
+                row.columns.version,
+                row.columns.handler.as_deref(),
+            )
             && !self.locked.contains(&row.columns.id.row())
+            && !self.is_blocked(row)
+            && !self.is_paused(row)
     }
 
     fn take_over(
@@ -116,7 +137,7 @@ impl Database {
                 }
                 row.columns.attempts += 1;
                 hold(row, request.token, request.instance, now + request.lease);
-                claimed.extend(row.claimed());
+                claimed.extend(row.claimed(now));
             }
         }
         claimed

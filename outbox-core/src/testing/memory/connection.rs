@@ -9,7 +9,9 @@ use async_trait::async_trait;
 use tokio::sync::OwnedMutexGuard;
 
 use super::database::{Database, Row};
-use crate::store::{Existing, Insertion, NewEvent, Part, Settled, Settlement, StoreError};
+use crate::store::{
+    EventRef, EventState, Existing, Insertion, NewEvent, Part, Settled, Settlement, StoreError,
+};
 
 /// A writing transaction of a [`MemoryStore`](super::MemoryStore). Dropping it rolls it back.
 pub struct MemoryTx<'t> {
@@ -25,8 +27,12 @@ pub struct MemoryConnection {
     staged: Vec<Row>,
     /// Outcomes of committed rows.
     settlements: Vec<Settlement>,
+    /// Committed rows that it cancels.
+    cancelled: Vec<i64>,
     aborted: bool,
 }
+
+type Staged = (Vec<Row>, Vec<Settlement>, Vec<i64>);
 
 /// A point of a transaction to which it can be rolled back.
 #[derive(Clone, Copy, Debug)]
@@ -35,13 +41,17 @@ pub struct Savepoint(usize);
 /// A part of a transaction, and what is there again if it is undone.
 pub(super) struct MemoryPart<'c> {
     connection: &'c mut MemoryConnection,
-    before: Option<(Vec<Row>, Vec<Settlement>)>,
+    before: Option<Staged>,
 }
 
 impl<'c> MemoryPart<'c> {
     pub(super) fn begin(connection: &'c mut MemoryConnection) -> Self {
         Self {
-            before: Some((connection.staged.clone(), connection.settlements.clone())),
+            before: Some((
+                connection.staged.clone(),
+                connection.settlements.clone(),
+                connection.cancelled.clone(),
+            )),
             connection,
         }
     }
@@ -65,9 +75,10 @@ impl Part<MemoryConnection> for MemoryPart<'_> {
 
 impl Drop for MemoryPart<'_> {
     fn drop(&mut self) {
-        if let Some((staged, settlements)) = self.before.take() {
+        if let Some((staged, settlements, cancelled)) = self.before.take() {
             self.connection.staged = staged;
             self.connection.settlements = settlements;
+            self.connection.cancelled = cancelled;
         }
     }
 }
@@ -85,6 +96,9 @@ impl MemoryTx<'_> {
         if !self.connection.aborted {
             for row in self.connection.staged {
                 database.add(row, now);
+            }
+            for row in self.connection.cancelled {
+                database.cancel(row, now);
             }
             database.settle(&self.connection.settlements, now);
         }
@@ -160,6 +174,45 @@ impl MemoryConnection {
             return Settled::LeaseLost;
         }
         Settled::Recorded
+    }
+
+    /// Cancels a row that this transaction has inserted at once, and a committed one when it commits.
+    pub(super) fn cancel(
+        &mut self,
+        database: &mut Database,
+        event: &EventRef,
+        now: SystemTime,
+    ) -> Option<Existing> {
+        let inserted = self.staged.iter_mut().find(|row| row.is(event));
+        if let Some(row) = inserted {
+            let found = row.existing(now);
+            if row.is_unsettled() {
+                row.cancel(now);
+            }
+            return Some(found);
+        }
+        let mut found = match event {
+            EventRef::Row(row) => database.rows.get(row)?.existing(now),
+            EventRef::Key { name, key } => database.holder(name, key, now)?,
+        };
+        let number = found.id.row();
+        if self.cancelled.contains(&number) {
+            found.state = EventState::Cancelled;
+        } else if database.rows.get(&number).is_some_and(Row::is_unsettled) {
+            self.cancelled.push(number);
+        }
+        Some(found)
+    }
+
+    /// Whether an event of this ordering key that is inserted now would be its first.
+    pub(super) fn is_first(&self, database: &Database, key: &str) -> bool {
+        let staged = self.staged.iter();
+        let mut rows = staged.chain(database.rows.values());
+        !rows.any(|row| {
+            row.columns.ordering_key.as_deref() == Some(key)
+                && row.blocks_later()
+                && !self.cancelled.contains(&row.columns.id.row())
+        })
     }
 
     pub(super) fn insert(

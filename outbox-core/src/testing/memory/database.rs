@@ -5,10 +5,13 @@ use std::time::{Duration, SystemTime};
 
 use uuid::Uuid;
 
-use crate::event::EventId;
+use crate::event::{BehindDead, EventId};
+use crate::fingerprint::Fingerprint;
 use crate::lease::HeldLease;
-use crate::outcome::Outcome;
-use crate::store::{ATTEMPTS_KEPT, Claimed, EventRecord, EventState, Existing, Failure, NewEvent};
+use crate::outcome::{DeadReason, EXPIRED, Outcome};
+use crate::store::{
+    ATTEMPTS_KEPT, Claimed, EventRecord, EventState, Existing, Failure, NewEvent, PauseRef, Watched,
+};
 
 /// What was committed.
 #[derive(Debug)]
@@ -17,6 +20,7 @@ pub(super) struct Database {
     pub(super) rows: BTreeMap<i64, Row>,
     pub(super) keys: HashMap<(String, String), Key>,
     pub(super) locked: BTreeSet<i64>,
+    pub(super) paused: BTreeMap<PauseRef, SystemTime>,
     last_number: i64,
 }
 
@@ -26,6 +30,8 @@ pub(super) struct Row {
     /// Its `state` says only whether it is settled, and how; [`Row::state`] says the rest.
     pub(super) columns: EventRecord,
     pub(super) lease_ends_at: Option<SystemTime>,
+    pub(super) fingerprint: Option<Fingerprint>,
+    pub(super) behind_dead: BehindDead,
     /// Whether its last outcome was a retry.
     pub(super) failed: bool,
     pub(super) retention: Duration,
@@ -38,6 +44,7 @@ pub(super) struct Row {
 #[derive(Debug)]
 pub(super) struct Key {
     pub(super) id: EventId,
+    pub(super) fingerprint: Option<Fingerprint>,
     /// Since its event was settled for good.
     pub(super) settled: Option<SettledKey>,
 }
@@ -57,6 +64,7 @@ impl Database {
             rows: BTreeMap::new(),
             keys: HashMap::new(),
             locked: BTreeSet::new(),
+            paused: BTreeMap::new(),
             last_number: 0,
         }
     }
@@ -71,8 +79,12 @@ impl Database {
         let id = row.columns.id;
         let ended = row.kept_until.is_some();
         if let Some(key) = row.key() {
-            let settled = None;
-            self.keys.insert(key, Key { id, settled });
+            let fresh = Key {
+                id,
+                fingerprint: row.fingerprint,
+                settled: None,
+            };
+            self.keys.insert(key, fresh);
         }
         self.rows.insert(id.row(), row);
         if ended {
@@ -90,7 +102,17 @@ impl Database {
             id: key.id,
             state: settled.state,
             output: settled.output.clone(),
+            fingerprint: key.fingerprint,
         })
+    }
+
+    pub(super) fn look_up(&self, event: &Watched, now: SystemTime) -> Option<Existing> {
+        if let Some(row) = self.rows.get(&event.row) {
+            return Some(row.existing(now));
+        }
+        let (name, key) = event.key.as_ref()?;
+        let holder = self.holder(name, key, now);
+        holder.filter(|holder| holder.id.row() == event.row)
     }
 
     /// Lets the key remember what became of its event, and the row go where nothing of it is kept.
@@ -147,9 +169,12 @@ impl Row {
         columns.ordering_key = event.ordering_key.clone();
         columns.priority = event.priority;
         columns.due_at = (!event.delay.is_zero()).then(|| now + event.delay);
+        columns.expires_at = event.expires_in.map(|span| now + span);
         let mut row = Self {
             columns,
             lease_ends_at: None,
+            fingerprint: event.fingerprint,
+            behind_dead: event.behind_dead,
             failed: false,
             retention: event.retention,
             key_retention: event.key_retention,
@@ -174,6 +199,7 @@ impl Row {
             id: self.columns.id,
             state: self.state(now),
             output: self.columns.output.clone(),
+            fingerprint: self.fingerprint,
         }
     }
 
@@ -197,6 +223,10 @@ impl Row {
         self.is_unsettled()
             && !self.is_leased(now)
             && self.columns.due_at.is_none_or(|due_at| due_at <= now)
+    }
+
+    pub(super) fn is_expired(&self, now: SystemTime) -> bool {
+        self.columns.expires_at.is_some_and(|end| end <= now)
     }
 
     pub(super) fn has_attempt_left(&self) -> bool {
@@ -233,19 +263,37 @@ impl Row {
             }
             Outcome::Dead { reason, error } => {
                 self.add_failure(error.as_str(), now);
-                self.columns.state = EventState::DeadLetter;
-                self.columns.dead_reason = Some(*reason);
-                self.columns.settled_at = Some(now);
+                self.bury(*reason, now);
+            }
+            Outcome::Expired => {
+                self.columns.attempts = self.columns.attempts.saturating_sub(1);
+                self.columns.last_error = Some(EXPIRED.to_owned());
+                self.bury(DeadReason::Expired, now);
             }
             Outcome::Discarded { .. } => self.end(EventState::Discarded, Duration::ZERO, now),
         }
+    }
+
+    fn bury(&mut self, reason: DeadReason, now: SystemTime) {
+        self.columns.state = EventState::DeadLetter;
+        self.columns.dead_reason = Some(reason);
+        self.columns.settled_at = Some(now);
+        self.columns.expires_at = None;
     }
 
     /// Nothing more will happen to it.
     pub(super) fn end(&mut self, state: EventState, retention: Duration, now: SystemTime) {
         self.columns.state = state;
         self.columns.settled_at = Some(now);
+        self.columns.expires_at = None;
         self.kept_until = Some(now + retention);
+    }
+
+    /// Ends the lease and takes its attempt back.
+    pub(super) fn give_back(&mut self) {
+        self.end_lease();
+        self.columns.claimed_by = None;
+        self.columns.attempts = self.columns.attempts.saturating_sub(1);
     }
 
     pub(super) fn end_lease(&mut self) {
@@ -254,24 +302,28 @@ impl Row {
     }
 
     /// The row as its claimer gets it. `None` where it is not held, or no attempt was charged.
-    pub(super) fn claimed(&self) -> Option<Claimed> {
+    pub(super) fn claimed(&self, now: SystemTime) -> Option<Claimed> {
         let columns = &self.columns;
         Some(Claimed {
             id: columns.id,
             token: columns.lease_token?,
             name: columns.name.clone(),
+            handler: columns.handler.clone(),
+            origin: columns.origin.map(EventId::row),
             version: columns.version,
             payload: columns.payload.clone(),
             headers: columns.headers.clone(),
+            ordering_key: columns.ordering_key.clone(),
             priority: columns.priority,
             waited: columns.due_at.is_some(),
             attempt: columns.attempts.try_into().ok()?,
             max_attempts: columns.max_attempts,
             created_at: columns.created_at,
+            expired: self.is_expired(now),
         })
     }
 
-    fn state(&self, now: SystemTime) -> EventState {
+    pub(super) fn state(&self, now: SystemTime) -> EventState {
         if !self.is_unsettled() {
             self.columns.state
         } else if self.is_leased(now) {

@@ -147,6 +147,9 @@ impl Row {
         let error = columns.last_error.as_deref().unwrap_or_default();
         filter.event_asked().is_none_or(|name| name == columns.name)
             && filter
+                .handler_asked()
+                .is_none_or(|handler| Some(handler) == columns.handler.as_deref())
+            && filter
                 .reason_asked()
                 .is_none_or(|reason| Some(reason) == columns.dead_reason)
             && filter.least_age().is_none_or(|least| age > least)
@@ -162,6 +165,7 @@ impl Row {
         columns.dead_reason = None;
         columns.settled_at = None;
         columns.due_at = Some(now + wait);
+        columns.expires_at = None;
         self.failed = false;
     }
 
@@ -183,6 +187,8 @@ impl Row {
         letter.attempts = columns.attempts;
         letter.claimed_by = columns.claimed_by.clone();
         letter.dedup_key = columns.dedup_key.clone();
+        letter.handler = columns.handler.clone();
+        letter.origin = columns.origin;
         letter
     }
 }

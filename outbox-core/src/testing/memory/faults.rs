@@ -33,6 +33,12 @@ pub enum Operation {
     Verify,
     /// `renew`.
     Renew,
+    /// `split`.
+    Split,
+    /// `set_paused`.
+    SetPaused,
+    /// `paused`.
+    Paused,
     /// `settle`.
     Settle,
     /// `release`.
@@ -57,6 +63,14 @@ pub enum Operation {
     SettleThrough,
     /// `lock_entity`.
     LockEntity,
+    /// `lock_ordering_key`.
+    LockOrderingKey,
+    /// `cancel`.
+    Cancel,
+    /// `look_up`.
+    LookUp,
+    /// `blocked_keys`.
+    BlockedKeys,
     /// `try_exclusive`.
     TryExclusive,
     /// `ExclusiveLock::keep`.
@@ -83,6 +97,9 @@ impl Operation {
             Self::Verify => "verify leases",
             Self::Renew => "renew leases",
             Self::Settle | Self::SettleThrough => "settle events",
+            Self::Split => "split events among their handlers",
+            Self::SetPaused => "pause or resume",
+            Self::Paused => "list what is paused",
             Self::Release => "release events",
             Self::Sweep => "sweep",
             Self::Purge => "purge",
@@ -92,6 +109,10 @@ impl Operation {
             Self::Stats => "count events",
             Self::BeginPart => "set a savepoint",
             Self::LockEntity => "lock an entity",
+            Self::LockOrderingKey => "lock an ordering key",
+            Self::Cancel => "cancel an event",
+            Self::LookUp => "look up events",
+            Self::BlockedKeys => "list blocked keys",
             Self::TryExclusive => "take an exclusive lock",
             Self::KeepExclusive => "keep an exclusive lock",
             Self::Find => "find an event",
@@ -257,7 +278,7 @@ impl Faults {
                 Outcome::Retry { error, .. } | Outcome::Dead { error, .. } => {
                     has_any(error.as_str(), &plan.refused_errors)
                 }
-                Outcome::Discarded { .. } => false,
+                Outcome::Expired | Outcome::Discarded { .. } => false,
             })
     }
 

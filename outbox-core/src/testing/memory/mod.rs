@@ -6,7 +6,9 @@ mod database;
 mod dead_letter;
 mod exclusive;
 mod faults;
+mod order;
 mod settle;
+mod split;
 #[cfg(test)]
 mod tests;
 mod wakeups;
@@ -28,9 +30,9 @@ use crate::lease::HeldLease;
 use crate::lock::LockId;
 use crate::stats::StoreStats;
 use crate::store::{
-    ClaimRequest, Claimed, EventRecord, Insertion, LowWater, NewEvent, Part, Pass, Renewal,
-    Settled, Settlement, Store, StoreError, StoreErrorKind, SweepChunk, SweepRequest, Upkeep,
-    Verified,
+    BlockedKey, ClaimRequest, Claimed, EventRecord, EventRef, Existing, Insertion, LowWater,
+    NewEvent, Part, Pass, Pause, PauseRef, Renewal, Settled, Settlement, Split, SplitRow, Store,
+    StoreError, StoreErrorKind, SweepChunk, SweepRequest, Upkeep, Verified, Watched,
 };
 
 pub use connection::{MemoryConnection, MemoryTx, Savepoint};
@@ -151,6 +153,15 @@ impl MemoryStore {
         let end = self.shared.now() + remaining;
         if let Some(row) = self.shared.database().rows.get_mut(&row) {
             row.lease_ends_at = row.lease_ends_at.map(|_| end);
+        }
+    }
+
+    /// Ends the time in which an unsettled row is worth handling now. Does nothing to a row that was
+    /// published without a deadline.
+    pub fn expire(&self, row: i64) {
+        let now = self.shared.now();
+        if let Some(row) = self.shared.database().rows.get_mut(&row) {
+            row.columns.expires_at = row.columns.expires_at.map(|_| now);
         }
     }
 
@@ -286,6 +297,29 @@ impl Store for MemoryStore {
         .await
     }
 
+    /// There is one writing transaction at a time, so whoever has one has every key.
+    async fn lock_ordering_key(
+        &self,
+        connection: &mut MemoryConnection,
+        key: &str,
+    ) -> Result<bool, StoreError> {
+        self.run(Operation::LockOrderingKey, |database, _| {
+            Ok(connection.is_first(database, key))
+        })
+        .await
+    }
+
+    async fn cancel(
+        &self,
+        connection: &mut MemoryConnection,
+        event: &EventRef,
+    ) -> Result<Option<Existing>, StoreError> {
+        self.run(Operation::Cancel, |database, now| {
+            Ok(connection.cancel(database, event, now))
+        })
+        .await
+    }
+
     /// There is one writing transaction at a time, so whoever has one has every lock.
     async fn lock_entity(
         &self,
@@ -347,6 +381,16 @@ impl Store for MemoryStore {
     ) -> Result<Vec<Renewal>, StoreError> {
         self.run(Operation::Renew, |database, now| {
             Ok(database.renew(leases, now + lease))
+        })
+        .await
+    }
+
+    async fn split(&self, splits: &[Split]) -> Result<Vec<Option<Vec<SplitRow>>>, StoreError> {
+        self.run(Operation::Split, |database, _| {
+            if database.is_locked(splits.iter().map(|split| split.lease)) {
+                return Err(Operation::Split.error(StoreErrorKind::Locked));
+            }
+            Ok(database.split(splits))
         })
         .await
     }
@@ -415,6 +459,18 @@ impl Store for MemoryStore {
         .await
     }
 
+    async fn set_paused(&self, pause: &PauseRef, paused: bool) -> Result<bool, StoreError> {
+        self.run(Operation::SetPaused, |database, now| {
+            Ok(database.set_paused(pause, paused, now))
+        })
+        .await
+    }
+
+    async fn paused(&self) -> Result<Vec<Pause>, StoreError> {
+        self.run(Operation::Paused, |database, _| Ok(database.pauses()))
+            .await
+    }
+
     async fn stats(&self) -> Result<StoreStats, StoreError> {
         self.run(Operation::Stats, |database, now| Ok(database.stats(now)))
             .await
@@ -427,6 +483,21 @@ impl Store for MemoryStore {
     ) -> Result<Option<MemoryExclusive>, StoreError> {
         self.run(Operation::TryExclusive, |_, _| {
             Ok(MemoryExclusive::take(self, name))
+        })
+        .await
+    }
+
+    async fn look_up(&self, events: &[Watched]) -> Result<Vec<Option<Existing>>, StoreError> {
+        self.run(Operation::LookUp, |database, now| {
+            let events = events.iter();
+            Ok(events.map(|event| database.look_up(event, now)).collect())
+        })
+        .await
+    }
+
+    async fn blocked_keys(&self, limit: NonZeroU32) -> Result<Vec<BlockedKey>, StoreError> {
+        self.run(Operation::BlockedKeys, |database, now| {
+            Ok(database.blocked_keys(limit, now))
         })
         .await
     }

@@ -11,7 +11,7 @@ impl Database {
     pub(super) fn verify(&mut self, leases: &[HeldLease], now: SystemTime) -> Vec<Verified> {
         let mut verified = Vec::new();
         for lease in leases {
-            if let Some(row) = self.held(*lease) {
+            if let Some(row) = self.held(*lease).cloned() {
                 let left = row
                     .lease_ends_at
                     .and_then(|end| end.duration_since(now).ok());
@@ -20,6 +20,8 @@ impl Database {
                     id: row.columns.id,
                     created_at: row.columns.created_at,
                     remaining: left.unwrap_or(Duration::ZERO),
+                    expired: row.is_expired(now),
+                    blocked: self.is_blocked(&row) || self.is_paused(&row),
                 });
             }
         }
@@ -68,9 +70,7 @@ impl Database {
         let mut answers = Vec::with_capacity(leases.len());
         for lease in leases {
             answers.push(if let Some(row) = self.held(*lease) {
-                row.end_lease();
-                row.columns.claimed_by = None;
-                row.columns.attempts = row.columns.attempts.saturating_sub(1);
+                row.give_back();
                 Settled::Recorded
             } else {
                 Settled::LeaseLost
@@ -93,7 +93,10 @@ impl Database {
         // After the rows: a key outlives its event.
         let rows = &self.rows;
         self.keys.retain(|_, key| {
-            let kept = rows.contains_key(&key.id.row());
+            let kept = rows.contains_key(&key.id.row())
+                || rows
+                    .values()
+                    .any(|row| row.is_part_of(key.id) && !row.has_ended());
             let expired = key
                 .settled
                 .as_ref()

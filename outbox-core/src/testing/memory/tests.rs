@@ -6,7 +6,7 @@ use std::time::Duration;
 use futures_util::FutureExt as _;
 
 use super::*;
-use crate::event::Priority;
+use crate::event::{BehindDead, Priority};
 use crate::lease::LeaseToken;
 use crate::outcome::{ErrorText, Outcome};
 use crate::store::{EventState, ExclusiveLock as _, KnownEvent, LowWater, Wakeups as _};
@@ -25,10 +25,13 @@ fn event() -> NewEvent {
         payload: "{}".to_owned(),
         headers: None,
         dedup_key: None,
+        fingerprint: None,
         ordering_key: None,
+        behind_dead: BehindDead::Block,
         priority: Priority::Normal,
         max_attempts: NonZeroU32::new(3).unwrap(),
         delay: Duration::ZERO,
+        expires_in: None,
         retention: MINUTE,
         key_retention: MINUTE,
         lease: None,
@@ -43,10 +46,12 @@ fn request() -> ClaimRequest<'static> {
         token: LeaseToken::random(),
         instance: "a",
         events: &[KnownEvent {
+            handler: None,
             name: "order.paid",
             newest_version: NonZeroU32::MIN,
         }],
         low_water: LowWater::BEGINNING,
+        freed: &[],
     }
 }
 

@@ -20,11 +20,17 @@ CREATE SEQUENCE {events_id_seq};
 CREATE TABLE {events} (
     id bigint NOT NULL DEFAULT pg_catalog.nextval({events_id_seq_literal}::regclass),
     name text COLLATE "C" NOT NULL,
+    -- The handler that the row belongs to, once it was split among several, and the row it was split
+    -- from, if it was added by that.
+    handler text COLLATE "C",
+    origin bigint,
     version integer NOT NULL,
     payload json NOT NULL,
     headers json,
     dedup_key text COLLATE "C",
     ordering_key text COLLATE "C",
+    -- Whether it keeps later events of its ordering key waiting once it is a dead letter.
+    blocks boolean NOT NULL DEFAULT false,
     priority smallint NOT NULL,
     attempts integer NOT NULL DEFAULT 0,
     max_attempts integer NOT NULL,
@@ -33,11 +39,15 @@ CREATE TABLE {events} (
     lease_expires_at timestamptz,
     claimed_by text,
     due_at timestamptz,
+    expires_at timestamptz,
     created_at timestamptz NOT NULL DEFAULT clock_timestamp(),
     last_error text,
     failures jsonb,
     PRIMARY KEY (id),
     CONSTRAINT name_is_not_empty CHECK (name <> ''),
+    CONSTRAINT handler_is_not_empty CHECK (handler <> ''),
+    CONSTRAINT only_a_part_has_an_origin CHECK (origin IS NULL OR handler IS NOT NULL),
+    CONSTRAINT only_an_ordered_event_blocks CHECK (NOT blocks OR ordering_key IS NOT NULL),
     CONSTRAINT version_is_positive CHECK (version >= 1),
     CONSTRAINT priority_is_a_level CHECK (priority BETWEEN 0 AND 3),
     CONSTRAINT attempts_are_within_their_limit
@@ -51,6 +61,7 @@ CREATE TABLE {events} (
     CONSTRAINT times_are_finite CHECK (
         isfinite(created_at)
         AND (due_at IS NULL OR isfinite(due_at))
+        AND (expires_at IS NULL OR isfinite(expires_at))
         AND (lease_expires_at IS NULL OR isfinite(lease_expires_at))
     ),
     CONSTRAINT failures_are_a_list CHECK (failures IS NULL OR jsonb_typeof(failures) = 'array')
@@ -73,13 +84,23 @@ CREATE INDEX {index_ready} ON {events} (priority DESC, (id + 0)) WHERE due_at IS
 -- Waiting for a delay or a retry: outside the ready index, so that a claim does not step over them.
 CREATE INDEX {index_waiting} ON {events} (priority DESC, due_at, id) WHERE due_at IS NOT NULL;
 
--- Processed and discarded events that are kept for a while. By the day, in UTC, on which a row
+-- What is in the way of an event: earlier ones of its ordering key, by their place in its order. A
+-- part of an event has the place of the whole.
+CREATE INDEX {index_order} ON {events} (ordering_key, coalesce(origin, id), id)
+WHERE ordering_key IS NOT NULL;
+
+-- The parts of an event, which keep its dedup key.
+CREATE INDEX {index_parts} ON {events} (origin) WHERE origin IS NOT NULL;
+
+-- Processed, discarded and cancelled events that are kept for a while. By the day, in UTC, on which a row
 -- expires, so that retention can drop partitions; the default partition takes what no other one
 -- covers, so that settling an event never fails for want of one.
 CREATE TABLE {history} (
     id bigint NOT NULL,
     state text NOT NULL,
     name text COLLATE "C" NOT NULL,
+    handler text COLLATE "C",
+    origin bigint,
     version integer NOT NULL,
     payload json NOT NULL,
     headers json,
@@ -96,7 +117,7 @@ CREATE TABLE {history} (
     last_error text,
     failures jsonb,
     output json,
-    CONSTRAINT state_is_processed_or_discarded CHECK (state IN ('processed', 'discarded'))
+    CONSTRAINT state_is_an_end CHECK (state IN ('processed', 'discarded', 'cancelled'))
 ) PARTITION BY RANGE (expires_at);
 
 CREATE TABLE {history_default} PARTITION OF {history} DEFAULT;
@@ -108,11 +129,14 @@ CREATE INDEX {index_history_expiry} ON {history} (expires_at);
 CREATE TABLE {dead} (
     id bigint NOT NULL,
     name text COLLATE "C" NOT NULL,
+    handler text COLLATE "C",
+    origin bigint,
     version integer NOT NULL,
     payload json NOT NULL,
     headers json,
     dedup_key text COLLATE "C",
     ordering_key text COLLATE "C",
+    blocks boolean NOT NULL,
     priority smallint NOT NULL,
     attempts integer NOT NULL,
     max_attempts integer NOT NULL,
@@ -126,28 +150,41 @@ CREATE TABLE {dead} (
     PRIMARY KEY (id)
 );
 
+CREATE INDEX {index_dead_order} ON {dead} (ordering_key, coalesce(origin, id)) WHERE blocks;
+CREATE INDEX {index_dead_parts} ON {dead} (origin) WHERE origin IS NOT NULL;
+
 -- Dedup keys: a table of their own, because a unique index on the hot table would be paid by every
 -- claim, and because a row on its way from the hot table to the history would be in neither for a
 -- publisher that waits for it.
 --
--- state, output and expires_at are set when the event is processed or discarded. A key without
+-- state, output and expires_at are set when the event is processed, discarded or cancelled. A key without
 -- expires_at is never removed: its event is unsettled or dead.
 CREATE TABLE {keys} (
     name text COLLATE "C" NOT NULL,
     key text COLLATE "C" NOT NULL,
     event_id bigint NOT NULL DEFAULT pg_catalog.nextval({events_id_seq_literal}::regclass),
     retention interval NOT NULL,
+    fingerprint bytea,
     state text,
     output json,
     expires_at timestamptz,
     PRIMARY KEY (name, key),
-    CONSTRAINT state_is_processed_or_discarded CHECK (state IN ('processed', 'discarded')),
+    CONSTRAINT state_is_an_end CHECK (state IN ('processed', 'discarded', 'cancelled')),
     CONSTRAINT only_a_settled_key_expires CHECK (
         (state IS NULL) = (expires_at IS NULL) AND (state IS NOT NULL OR output IS NULL)
     )
 );
 
 CREATE INDEX {index_keys_expiry} ON {keys} (expires_at) WHERE expires_at IS NOT NULL;
+
+-- What is paused: an event, where handler is empty, or one of its handlers. Few rows, read by every
+-- claim.
+CREATE TABLE {paused} (
+    name text COLLATE "C" NOT NULL,
+    handler text COLLATE "C" NOT NULL,
+    since timestamptz NOT NULL DEFAULT clock_timestamp(),
+    PRIMARY KEY (name, handler)
+);
 
 -- One row: what makes an event's id unique across databases.
 CREATE TABLE {installation} (
@@ -267,7 +304,7 @@ REVOKE ALL ON FUNCTION {upkeep}(interval) FROM PUBLIC;
 CREATE VIEW {all} AS
 SELECT
     id, replace((SELECT i.id::text FROM {installation} AS i), '-', '') || '-' || id AS event_id,
-    name, version, payload, headers, dedup_key, ordering_key,
+    name, handler, origin, version, payload, headers, dedup_key, ordering_key,
     CASE priority WHEN 0 THEN 'low' WHEN 1 THEN 'normal' WHEN 2 THEN 'high' ELSE 'critical' END
         AS priority,
     CASE
@@ -275,26 +312,26 @@ SELECT
         WHEN lease_token IS NULL AND due_at IS NOT NULL AND attempts > 0 THEN 'failed'
         ELSE 'pending'
     END AS status,
-    attempts, max_attempts, lease_token, lease_expires_at, claimed_by, due_at, created_at,
+    attempts, max_attempts, lease_token, lease_expires_at, claimed_by, due_at, expires_at, created_at,
     NULL::timestamptz AS settled_at, last_error, NULL::text AS dead_reason, NULL::json AS output,
     failures
 FROM {events}
 UNION ALL
 SELECT
     id, replace((SELECT i.id::text FROM {installation} AS i), '-', '') || '-' || id,
-    name, version, payload, headers, dedup_key, ordering_key,
+    name, handler, origin, version, payload, headers, dedup_key, ordering_key,
     CASE priority WHEN 0 THEN 'low' WHEN 1 THEN 'normal' WHEN 2 THEN 'high' ELSE 'critical' END,
     state,
-    attempts, max_attempts, NULL, NULL, claimed_by, NULL, created_at,
+    attempts, max_attempts, NULL, NULL, claimed_by, NULL, NULL, created_at,
     settled_at, last_error, dead_reason, output, failures
 FROM {history}
 UNION ALL
 SELECT
     id, replace((SELECT i.id::text FROM {installation} AS i), '-', '') || '-' || id,
-    name, version, payload, headers, dedup_key, ordering_key,
+    name, handler, origin, version, payload, headers, dedup_key, ordering_key,
     CASE priority WHEN 0 THEN 'low' WHEN 1 THEN 'normal' WHEN 2 THEN 'high' ELSE 'critical' END,
     'dead_letter',
-    attempts, max_attempts, NULL, NULL, claimed_by, NULL, created_at,
+    attempts, max_attempts, NULL, NULL, claimed_by, NULL, NULL, created_at,
     settled_at, last_error, dead_reason, NULL, failures
 FROM {dead};
 

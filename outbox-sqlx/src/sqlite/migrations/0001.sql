@@ -5,14 +5,23 @@
 CREATE TABLE {events} (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     name TEXT NOT NULL CHECK (name <> ''),
+    -- The handler that the row belongs to, once it was split among several, and the row it was split
+    -- from, if it was added by that.
+    handler TEXT CHECK (handler <> ''),
+    origin INTEGER,
     version INTEGER NOT NULL CHECK (version BETWEEN 1 AND 4294967295),
     priority INTEGER NOT NULL CHECK (priority BETWEEN 0 AND 3),
     dedup_key TEXT,
     ordering_key TEXT,
+    -- Whether it keeps later events of its ordering key waiting once it is a dead letter.
+    blocks INTEGER NOT NULL DEFAULT 0 CHECK (blocks IN (0, 1)),
+    fingerprint TEXT,
     attempts INTEGER NOT NULL DEFAULT 0,
     max_attempts INTEGER NOT NULL CHECK (max_attempts BETWEEN 1 AND 4294967295),
     -- NULL: due at once. Set: waits for a delay or a retry. A claim leaves it as it is.
     due_at INTEGER,
+    -- Until when it is worth handling.
+    expires_at INTEGER,
     lease_token TEXT,
     lease_expires_at INTEGER,
     claimed_by TEXT,
@@ -23,6 +32,8 @@ CREATE TABLE {events} (
         CHECK (json_valid(failures) AND json_type(failures) = 'array'),
     headers TEXT,
     payload TEXT NOT NULL,
+    CONSTRAINT only_a_part_has_an_origin CHECK (origin IS NULL OR handler IS NOT NULL),
+    CONSTRAINT only_an_ordered_event_blocks CHECK (blocks = 0 OR ordering_key IS NOT NULL),
     CONSTRAINT attempts_within_budget CHECK (attempts BETWEEN 0 AND max_attempts),
     CONSTRAINT lease_is_whole CHECK (
         (lease_token IS NULL) = (lease_expires_at IS NULL)
@@ -34,14 +45,24 @@ CREATE TABLE {events} (
 CREATE INDEX {ready} ON {events} (priority DESC, id) WHERE due_at IS NULL;
 CREATE INDEX {waiting} ON {events} (priority DESC, due_at, id) WHERE due_at IS NOT NULL;
 
--- Events that were processed, or that were dead letters and a person discarded, until their retention
--- has passed.
+-- What is in the way of an event: earlier ones of its ordering key, by their place in its order. A
+-- part of an event has the place of the whole.
+CREATE INDEX {order} ON {events} (ordering_key, coalesce(origin, id), id)
+WHERE ordering_key IS NOT NULL;
+
+-- The parts of an event, which keep its dedup key.
+CREATE INDEX {parts} ON {events} (origin) WHERE origin IS NOT NULL;
+
+-- Events that were processed or cancelled, or that were dead letters and a person discarded, until
+-- their retention has passed.
 CREATE TABLE {history} (
     id INTEGER PRIMARY KEY,
     name TEXT NOT NULL,
+    handler TEXT,
+    origin INTEGER,
     version INTEGER NOT NULL,
     priority INTEGER NOT NULL,
-    state TEXT NOT NULL CHECK (state IN ('processed', 'discarded')),
+    state TEXT NOT NULL CHECK (state IN ('processed', 'discarded', 'cancelled')),
     dedup_key TEXT,
     ordering_key TEXT,
     attempts INTEGER NOT NULL,
@@ -64,10 +85,13 @@ CREATE INDEX {history_end} ON {history} (expires_at);
 CREATE TABLE {dead} (
     id INTEGER PRIMARY KEY,
     name TEXT NOT NULL,
+    handler TEXT,
+    origin INTEGER,
     version INTEGER NOT NULL,
     priority INTEGER NOT NULL,
     dedup_key TEXT,
     ordering_key TEXT,
+    blocks INTEGER NOT NULL,
     attempts INTEGER NOT NULL,
     max_attempts INTEGER NOT NULL,
     claimed_by TEXT,
@@ -81,12 +105,16 @@ CREATE TABLE {dead} (
     payload TEXT NOT NULL
 ) STRICT;
 
+CREATE INDEX {dead_order} ON {dead} (ordering_key, coalesce(origin, id)) WHERE blocks;
+CREATE INDEX {dead_parts} ON {dead} (origin) WHERE origin IS NOT NULL;
+
 -- Who holds a dedup key. `state` is NULL while the event is not settled; a key ends only once its
--- event is processed or discarded.
+-- event is processed, discarded or cancelled.
 CREATE TABLE {keys} (
     name TEXT NOT NULL,
     key TEXT NOT NULL,
     event_id INTEGER NOT NULL,
+    fingerprint TEXT,
     state TEXT,
     output TEXT,
     expires_at INTEGER,
@@ -95,6 +123,7 @@ CREATE TABLE {keys} (
         CASE state
             WHEN 'processed' THEN expires_at IS NOT NULL
             WHEN 'discarded' THEN expires_at IS NOT NULL AND output IS NULL
+            WHEN 'cancelled' THEN expires_at IS NOT NULL AND output IS NULL
             WHEN 'dead_letter' THEN expires_at IS NULL AND output IS NULL
             ELSE state IS NULL AND expires_at IS NULL AND output IS NULL
         END
@@ -112,10 +141,19 @@ BEGIN
     FROM {keys}
     WHERE name = NEW.name AND key = NEW.dedup_key AND event_id <> NEW.id;
 
-    INSERT INTO {keys} (name, key, event_id)
-    VALUES (NEW.name, NEW.dedup_key, NEW.id)
+    INSERT INTO {keys} (name, key, event_id, fingerprint)
+    VALUES (NEW.name, NEW.dedup_key, NEW.id, NEW.fingerprint)
     ON CONFLICT (name, key) DO UPDATE SET state = NULL, output = NULL, expires_at = NULL;
 END;
+
+-- What is paused: an event, where handler is empty, or one of its handlers. Few rows, read by every
+-- claim.
+CREATE TABLE {paused} (
+    name TEXT NOT NULL,
+    handler TEXT NOT NULL,
+    since INTEGER NOT NULL,
+    PRIMARY KEY (name, handler)
+) STRICT, WITHOUT ROWID;
 
 -- Who has an exclusive lock of the application, and until when unless it is kept. The row of one that
 -- was not released stays until somebody takes the lock over.
@@ -141,6 +179,8 @@ SELECT
     id,
     (SELECT uuid FROM {installation}) || '-' || id AS event_id,
     name,
+    handler,
+    origin,
     version,
     payload,
     headers,
@@ -155,9 +195,13 @@ SELECT
     lease_expires_at,
     claimed_by,
     due_at,
+    expires_at,
     created_at,
     settled_at,
-    json_extract(failures, '$[#-1].error') AS last_error,
+    CASE dead_reason
+        WHEN 'expired' THEN {expired}
+        ELSE json_extract(failures, '$[#-1].error')
+    END AS last_error,
     dead_reason,
     output,
     failures,
@@ -167,22 +211,22 @@ SELECT
     strftime('%Y-%m-%d %H:%M:%f', settled_at / 1e6, 'unixepoch') AS settled_utc
 FROM (
     SELECT
-        id, name, version, payload, headers, dedup_key, ordering_key, priority,
+        id, name, handler, origin, version, payload, headers, dedup_key, ordering_key, priority,
         {status} AS status,
         attempts, max_attempts, lease_token, lease_expires_at, claimed_by,
-        CASE WHEN lease_token IS NULL THEN due_at END AS due_at,
+        CASE WHEN lease_token IS NULL THEN due_at END AS due_at, expires_at,
         created_at, NULL AS settled_at, NULL AS dead_reason, NULL AS output, failures
     FROM {events}
     UNION ALL
     SELECT
-        id, name, version, payload, headers, dedup_key, ordering_key, priority, state,
-        attempts, max_attempts, NULL, NULL, claimed_by, NULL,
+        id, name, handler, origin, version, payload, headers, dedup_key, ordering_key, priority, state,
+        attempts, max_attempts, NULL, NULL, claimed_by, NULL, NULL,
         created_at, settled_at, reason, output, failures
     FROM {history}
     UNION ALL
     SELECT
-        id, name, version, payload, headers, dedup_key, ordering_key, priority, 'dead_letter',
-        attempts, max_attempts, NULL, NULL, claimed_by, NULL,
+        id, name, handler, origin, version, payload, headers, dedup_key, ordering_key, priority, 'dead_letter',
+        attempts, max_attempts, NULL, NULL, claimed_by, NULL, NULL,
         created_at, settled_at, reason, NULL, failures
     FROM {dead}
 );
