@@ -12,6 +12,11 @@ use crate::engine::Parts;
 use crate::event_set::{AnyEvent, EventOf};
 use crate::handler::{Handler, TransactionalHandler};
 use crate::handler_options::HandlerOptions;
+#[cfg(feature = "tower")]
+use crate::middleware::Returned;
+#[cfg(feature = "tower")]
+use crate::middleware::tower::{Dispatch, Layered, RunService};
+use crate::middleware::{ErasedMiddleware, Middleware};
 use crate::outbox::Outbox;
 use crate::registry::{BuildError, Registration, Registry, Runner, Transactional, transactional};
 use crate::settings::{Draft, Threads};
@@ -28,6 +33,7 @@ pub struct OutboxBuilder<S: Store, Set = AnyEvent, Handlers = ()> {
     draft: Draft,
     registrations: Vec<Registration>,
     transactional: Transactional<S::Connection>,
+    middleware: Vec<Arc<dyn ErasedMiddleware>>,
     hooks: Hooks,
     types: PhantomData<fn(Set, Handlers)>,
 }
@@ -39,6 +45,7 @@ impl<S: Store, Set, Handlers> OutboxBuilder<S, Set, Handlers> {
             draft: Draft::default(),
             registrations: Vec::new(),
             transactional: Transactional::new(),
+            middleware: Vec::new(),
             hooks: Hooks::default(),
             types: PhantomData,
         }
@@ -171,9 +178,34 @@ impl<S: Store, Set, Handlers> OutboxBuilder<S, Set, Handlers> {
             draft: self.draft,
             registrations: self.registrations,
             transactional: self.transactional,
+            middleware: self.middleware,
             hooks: self.hooks,
             types: PhantomData,
         }
+    }
+
+    /// Runs `middleware` around each run of a handler. The one that is added first is the outermost.
+    pub fn middleware(mut self, middleware: impl Middleware) -> Self {
+        self.middleware.push(Arc::new(middleware));
+        self
+    }
+
+    /// Runs a layer of `tower` around each run of a handler, in the order of all
+    /// [middleware](Self::middleware).
+    ///
+    /// It is applied once, and the service it gives is cloned for each run: what its clones share, a
+    /// concurrency limit for instance, holds for all runs together. An error of a layer's own is a
+    /// retry; one that came from further in goes on as it is.
+    #[cfg(feature = "tower")]
+    pub fn layer<L>(self, layer: L) -> Self
+    where
+        L: tower_layer::Layer<RunService>,
+        L::Service: tower_service::Service<Dispatch, Response = Returned> + Clone + Send + 'static,
+        <L::Service as tower_service::Service<Dispatch>>::Error:
+            Into<Box<dyn std::error::Error + Send + Sync>>,
+        <L::Service as tower_service::Service<Dispatch>>::Future: Send,
+    {
+        self.middleware(Layered::new(&layer))
     }
 
     /// Names this process in the rows it holds (`claimed_by`) and in recorded failures.
@@ -357,7 +389,7 @@ impl<S: Store, Set, Handlers> OutboxBuilder<S, Set, Handlers> {
         Handlers: HandlersOf<Members>,
     {
         let settings = self.draft.check()?;
-        let registry = Registry::build(self.registrations, &settings)?;
+        let registry = Registry::build(self.registrations, self.middleware, &settings)?;
         Ok(Outbox::assemble(Parts {
             store: self.store,
             registry: Arc::new(registry),

@@ -86,6 +86,7 @@
 //! # Features
 //!
 //! - `derive`, on by default: `#[derive(OutboxEvent)]` and `#[derive(OutboxEvents)]`
+//! - `tower`: layers of `tower` around each run of a handler ([`middleware`])
 //! - `testing`: the store in memory, and the contract that every store must keep, as tests
 
 use std::time::Duration;
@@ -99,6 +100,7 @@ mod version;
 pub mod handler;
 mod handler_options;
 mod lane;
+pub mod middleware;
 mod registry;
 
 mod cancel;
@@ -154,6 +156,7 @@ pub use crate::exclusive::{EXCLUSIVE_NAME_MAX, Exclusive, ExclusiveError, LockEr
 pub use crate::handler::{Delivery, Handler, HandlerError, TransactionalHandler};
 pub use crate::handler_options::{CircuitBreaker, HANDLER_NAME_MAX, HandlerOptions};
 pub use crate::lock::LockId;
+pub use crate::middleware::Middleware;
 pub use crate::outbox::{BLOCKED_KEYS_MAX, DirectError, Dispatching, Outbox};
 pub use crate::outcome::DeadReason;
 pub use crate::pause::Pauses;

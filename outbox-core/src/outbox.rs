@@ -17,6 +17,7 @@ use crate::engine::{Engine, Parts, ShutdownError};
 use crate::event::{EventId, OutboxEvent};
 use crate::event_set::{AnyEvent, EventOf, EventSet};
 use crate::handler::Delivery;
+use crate::middleware;
 use crate::outcome::ErrorText;
 use crate::publish::{self, PublishError, PublishOptions, Published};
 use crate::registry::{Entry, Registry, Runner, Transactional};
@@ -335,6 +336,8 @@ impl<S: Store, Set> Outbox<S, Set> {
         let finding = match &entry.runner {
             Runner::Plain(handler) => {
                 let handling = handler.run(payload, &delivery);
+                let handling =
+                    middleware::around(self.registry().middleware(), &delivery, handling);
                 dispatch::run(handling, entry.timeout, &delivery, &interrupt).await
             }
             Runner::Transactional => self
@@ -363,6 +366,7 @@ impl<S: Store, Set> Outbox<S, Set> {
         };
         let mut tx = self.store().begin().await?;
         let handling = handler.run(payload, &mut tx, delivery);
+        let handling = middleware::around(self.registry().middleware(), delivery, handling);
         let finding = dispatch::run(handling, entry.timeout, delivery, interrupt).await;
         match finding {
             Some(Finding::Done(_)) => self.store().commit(tx).await?,

@@ -19,6 +19,7 @@ use crate::event::{OutboxEvent, assert_event_name};
 use crate::handler::{Delivery, Handler, TransactionalHandler};
 use crate::handler_options::{HandlerOptions, is_handler_name};
 use crate::lane::{Lane, Room};
+use crate::middleware::ErasedMiddleware;
 use crate::settings::{CONCURRENCY_MAX, Settings};
 use crate::store::KnownEvent;
 
@@ -282,6 +283,7 @@ pub(crate) struct Registry {
     /// Whether any handler may at times have no room.
     has_lanes: bool,
     longest_retention: Duration,
+    middleware: Vec<Arc<dyn ErasedMiddleware>>,
 }
 
 /// What can be claimed now.
@@ -311,9 +313,13 @@ struct Collected {
 impl Registry {
     pub(crate) fn build(
         registrations: Vec<Registration>,
+        middleware: Vec<Arc<dyn ErasedMiddleware>>,
         settings: &Settings,
     ) -> Result<Self, BuildError> {
-        let mut registry = Self::default();
+        let mut registry = Self {
+            middleware,
+            ..Self::default()
+        };
         let mut collected: Vec<Collected> = Vec::new();
         for registration in registrations {
             registry.longest_retention = std::cmp::max(
@@ -387,6 +393,11 @@ impl Registry {
     /// Every event name that has a handler, former names included, with each of its handlers, sorted.
     pub(crate) fn known(&self) -> &[KnownEvent] {
         &self.known
+    }
+
+    /// What runs around each run, the outermost first.
+    pub(crate) fn middleware(&self) -> &[Arc<dyn ErasedMiddleware>] {
+        &self.middleware
     }
 
     /// The name of an event and its former names, where it is known here.
@@ -716,7 +727,7 @@ mod tests {
     #[track_caller]
     fn check_refused(registrations: Vec<Registration>, expected: &str) {
         let settings = Draft::default().check().unwrap();
-        match Registry::build(registrations, &settings) {
+        match Registry::build(registrations, Vec::new(), &settings) {
             Ok(_) => panic!("built"),
             Err(error) => assert_eq!(error.to_string(), expected),
         }
@@ -816,7 +827,7 @@ mod tests {
             named::<Placed>(HandlerOptions::named("email")),
             primary("ledger"),
         ];
-        let registry = Registry::build(registrations, &settings).unwrap();
+        let registry = Registry::build(registrations, Vec::new(), &settings).unwrap();
         let all = registry.get("order.placed").unwrap().all().iter();
         let names: Vec<_> = all.map(|entry| entry.handler.unwrap()).collect();
         assert_eq!(names, ["ledger", "email"], "the primary one comes first");
@@ -852,7 +863,7 @@ mod tests {
             named::<Placed>(HandlerOptions::named("email").concurrency(1)),
             named::<Placed>(HandlerOptions::named("ledger")),
         ];
-        let registry = Registry::build(registrations, &settings).unwrap();
+        let registry = Registry::build(registrations, Vec::new(), &settings).unwrap();
         let handlers = |events: &[KnownEvent]| -> Vec<_> {
             events.iter().map(|event| event.handler).collect()
         };

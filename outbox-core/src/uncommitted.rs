@@ -14,6 +14,7 @@ use crate::event::{EventId, OutboxEvent};
 use crate::event_set::EventOf;
 use crate::handler::{Delivery, HandlerError, TransactionalHandler, Verdict};
 use crate::lease::{HeldLease, LeaseToken};
+use crate::middleware::{self, ErasedMiddleware};
 use crate::outbox::no_answer;
 use crate::outcome::{DeadReason, ErrorText, Outcome};
 use crate::publish::{Duplicate, PublishError, PublishOptions, Published};
@@ -224,7 +225,8 @@ impl<S: Store, Set> OutboxTx<S, Set> {
             abandoned,
         };
         let mut part = store.begin_part(&mut *tx).await?;
-        let finding = run(handler, part.connection(), id, row, timeout).await?;
+        let middleware = outbox.registry().middleware();
+        let finding = run(handler, middleware, part.connection(), id, row, timeout).await?;
         let output = match &finding {
             Finding::Done(output) => output.clone(),
             Finding::Failed { .. } => String::new(),
@@ -387,6 +389,7 @@ impl<E: OutboxEvent> fmt::Debug for Handled<E> {
 /// Runs the handler, within its time.
 async fn run<C: Send>(
     handler: &impl Run<C>,
+    middleware: &[Arc<dyn ErasedMiddleware>],
     connection: &mut C,
     id: EventId,
     row: &NewEvent,
@@ -406,6 +409,7 @@ async fn run<C: Send>(
         cancelled: interrupt.child_token(),
     };
     let handling = handler.run(&row.payload, connection, &delivery);
+    let handling = middleware::around(middleware, &delivery, handling);
     let finding = dispatch::run(handling, timeout, &delivery, &interrupt).await;
     finding.ok_or_else(no_answer)
 }

@@ -268,7 +268,8 @@ mod tests {
         let handler = |_: Ping| async { Ok::<_, crate::HandlerError>(()) };
         let registration =
             crate::registry::Registration::new::<Ping>(crate::HandlerOptions::new(), handler);
-        let registry = crate::registry::Registry::build(vec![registration], &settings).unwrap();
+        let registry =
+            crate::registry::Registry::build(vec![registration], Vec::new(), &settings).unwrap();
         let about = About {
             id: crate::EventId::new(uuid::Uuid::nil(), 1),
             name: "ping".into(),

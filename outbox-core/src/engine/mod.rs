@@ -45,6 +45,7 @@ use crate::event::EventId;
 use crate::handler::Delivery;
 use crate::lane::Entered;
 use crate::lease::HeldLease;
+use crate::middleware;
 use crate::outcome::Outcome;
 use crate::registry::{Entry, ErasedHandler, Registry, Runner, Transactional};
 use crate::settings::{Settings, Threads};
@@ -189,7 +190,7 @@ impl<S: Store> Shared<S> {
             }
             let finding = match (&entry.runner, shared.transactional.get(&entry.key())) {
                 (Runner::Plain(handler), _) => {
-                    run_claimed(&**handler, &entry, &claimed, &interrupt).await
+                    run_claimed(shared, &**handler, &entry, &claimed, &interrupt).await
                 }
                 (Runner::Transactional, Some(handler)) => {
                     transactional::run(shared, &**handler, &entry, &claimed, &interrupt).await
@@ -369,7 +370,8 @@ impl<S: Store> Drop for Unfinished<S> {
 }
 
 /// Runs the handler of a claimed event. `None` when it was interrupted.
-async fn run_claimed(
+async fn run_claimed<S: Store>(
+    shared: &Shared<S>,
     handler: &dyn ErasedHandler,
     entry: &Entry,
     claimed: &Claimed,
@@ -380,6 +382,7 @@ async fn run_claimed(
         Err(undecodable) => return Some(undecodable),
     };
     let handling = handler.run(&claimed.payload, &delivery);
+    let handling = middleware::around(shared.registry.middleware(), &delivery, handling);
     dispatch::run(handling, entry.timeout, &delivery, interrupt).await
 }
 

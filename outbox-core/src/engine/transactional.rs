@@ -13,6 +13,7 @@ use crate::dispatch::{self, Cause, Finding};
 use crate::engine::settler;
 use crate::engine::{Shared, delivery};
 use crate::lease::HeldLease;
+use crate::middleware;
 use crate::outcome::ErrorText;
 use crate::registry::{Entry, ErasedTransactional};
 use crate::store::{Claimed, Settled, Settlement, Store, StoreError, StoreErrorKind};
@@ -45,6 +46,7 @@ pub(super) async fn run<S: Store>(
         }
     };
     let handling = handler.run(&claimed.payload, &mut tx, &delivery);
+    let handling = middleware::around(shared.registry.middleware(), &delivery, handling);
     match dispatch::run(handling, entry.timeout, &delivery, interrupt).await {
         Some(Finding::Done(output)) => {
             commit(shared, tx, lease, output).await;

@@ -9,6 +9,7 @@ mod hostile;
 mod inline;
 mod lease;
 mod log;
+mod middleware;
 mod order;
 mod relay;
 mod settle;

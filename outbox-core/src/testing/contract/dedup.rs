@@ -352,7 +352,7 @@ pub async fn a_duplicate_is_told_the_fingerprint<H: Harness>(h: &H) {
     };
     publish(h, first.clone()).await;
     assert_eq!(
-        told(&insert(h.store(), &[second.clone()]).await[0]),
+        told(&insert(h.store(), std::slice::from_ref(&second)).await[0]),
         of("1")
     );
     let batch = [third, keyed("new"), second.clone()];

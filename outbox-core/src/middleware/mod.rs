@@ -1,0 +1,251 @@
+//! What runs around each run of a handler: timing, tenancy, a rate limit.
+//!
+//! A [`Middleware`] is told which event it is, and is given the rest of the way to the handler. It
+//! sees neither the payload nor the type of the event: what concerns one type belongs in its handler.
+//!
+//! # How long it took
+//!
+//! ```
+//! use std::time::Instant;
+//!
+//! use outbox_core::middleware::{Middleware, Next, Returned, RunError};
+//! use outbox_core::Delivery;
+//!
+//! struct Timing;
+//!
+//! impl Middleware for Timing {
+//!     async fn around(&self, delivery: &Delivery, next: Next<'_>) -> Result<Returned, RunError> {
+//!         let began = Instant::now();
+//!         let result = next.run().await;
+//!         println!("{} took {:?}, ok: {}", delivery.event_name(), began.elapsed(), result.is_ok());
+//!         result
+//!     }
+//! }
+//! ```
+//!
+//! # Whose it is
+//!
+//! ```
+//! # use outbox_core::middleware::{Middleware, Next, Returned, RunError};
+//! # use outbox_core::{Delivery, HandlerError};
+//! tokio::task_local! {
+//!     static TENANT: String;
+//! }
+//!
+//! struct Tenancy;
+//!
+//! impl Middleware for Tenancy {
+//!     async fn around(&self, delivery: &Delivery, next: Next<'_>) -> Result<Returned, RunError> {
+//!         let Some(tenant) = delivery.headers().get("tenant") else {
+//!             return Err(HandlerError::permanent("an event without a tenant").into());
+//!         };
+//!         TENANT.scope(tenant.clone(), next.run()).await
+//!     }
+//! }
+//! ```
+//!
+//! # How many a second
+//!
+//! ```
+//! # use std::time::Duration;
+//! # use outbox_core::middleware::{Middleware, Next, Returned, RunError};
+//! # use outbox_core::Delivery;
+//! struct TenPerSecond {
+//!     ticks: tokio::sync::Mutex<tokio::time::Interval>,
+//! }
+//!
+//! impl Middleware for TenPerSecond {
+//!     async fn around(&self, _: &Delivery, next: Next<'_>) -> Result<Returned, RunError> {
+//!         self.ticks.lock().await.tick().await;
+//!         next.run().await
+//!     }
+//! }
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() {
+//! let ticks = tokio::sync::Mutex::new(tokio::time::interval(Duration::from_millis(100)));
+//! let limit = TenPerSecond { ticks };
+//! # let _ = limit;
+//! # }
+//! ```
+//!
+//! # What holds for it
+//!
+//! It is part of the run: its time counts towards the handler's timeout, it is dropped with the
+//! handler at any await, and a panic, or blocking its thread, is a failed attempt of that event alone.
+//! It runs for every dispatch: by relay, inline, before the commit, and directly.
+
+#[cfg(feature = "tower")]
+pub mod tower;
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+
+use crate::dispatch::Failure;
+use crate::handler::{Delivery, HandlerError};
+
+/// Runs around each run of a handler. See [the module](self).
+///
+/// Registered with [`OutboxBuilder::middleware`](crate::OutboxBuilder::middleware). The one that is
+/// registered first is the outermost.
+pub trait Middleware: Send + Sync + 'static {
+    /// Runs what is around one run, and the run itself with [`Next::run`].
+    ///
+    /// # Errors
+    ///
+    /// An error is a failed attempt, whether the handler was called or not. That of
+    /// [`Next::run`] is passed on as it is, or replaced; one of its own is made of a
+    /// [`HandlerError`], and can ask for a retry, for a delay, or to give up.
+    fn around(
+        &self,
+        delivery: &Delivery,
+        next: Next<'_>,
+    ) -> impl Future<Output = Result<Returned, RunError>> + Send;
+}
+
+/// The rest of the way to the handler.
+///
+/// It can be run once. Dropped without being run, the handler is not called.
+#[must_use = "without `run` the handler is not called"]
+pub struct Next<'a> {
+    rest: &'a [Arc<dyn ErasedMiddleware>],
+    delivery: &'a Delivery,
+    handling: Handling<'a>,
+}
+
+type Handling<'a> = Pin<Box<dyn Future<Output = Result<String, Failure>> + Send + 'a>>;
+
+impl Next<'_> {
+    /// Runs the rest, and the handler in the end.
+    ///
+    /// # Errors
+    ///
+    /// Returns what the handler did not succeed for, or what a middleware further in made of it.
+    ///
+    /// # Cancel safety
+    ///
+    /// Dropping the future drops the handler's.
+    pub async fn run(self) -> Result<Returned, RunError> {
+        match self.rest.split_first() {
+            Some((first, rest)) => {
+                let next = Next { rest, ..self };
+                let delivery = next.delivery;
+                first.around(delivery, next).await
+            }
+            None => self.handling.await.map(Returned).map_err(RunError),
+        }
+    }
+}
+
+impl fmt::Debug for Next<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Next")
+            .field("delivery", &self.delivery)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What a handler returned.
+///
+/// Its `Debug` does not show it: what an application stores does not belong in its logs.
+pub struct Returned(String);
+
+impl Returned {
+    /// In place of what a handler returns, by a middleware that did not call it: the event is
+    /// processed, without an output.
+    #[must_use]
+    pub fn nothing() -> Self {
+        Self("null".to_owned())
+    }
+
+    /// As JSON.
+    #[must_use]
+    pub fn as_json(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Returned {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Returned").finish_non_exhaustive()
+    }
+}
+
+/// Why a run did not succeed.
+pub struct RunError(Failure);
+
+impl RunError {
+    /// What the handler, or a middleware, returned. `None` where the handler was not called because
+    /// its event cannot be decoded, and where what it returned cannot be encoded.
+    #[must_use]
+    pub fn handler_error(&self) -> Option<&HandlerError> {
+        match &self.0 {
+            Failure::Handler(error) => Some(error),
+            _ => None,
+        }
+    }
+
+    /// Whether the payload is not what the event type reads. No attempt can read it, so the event
+    /// becomes a dead letter, unless a middleware makes another error of it.
+    #[must_use]
+    pub fn is_undecodable(&self) -> bool {
+        matches!(self.0, Failure::Undecodable(_))
+    }
+}
+
+impl From<HandlerError> for RunError {
+    fn from(error: HandlerError) -> Self {
+        Self(Failure::Handler(error))
+    }
+}
+
+impl fmt::Debug for RunError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("RunError").field(&self.0.text()).finish()
+    }
+}
+
+impl fmt::Display for RunError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&self.0.text(), f)
+    }
+}
+
+impl std::error::Error for RunError {}
+
+/// A middleware whose future is boxed.
+#[async_trait]
+pub(crate) trait ErasedMiddleware: Send + Sync {
+    async fn around(&self, delivery: &Delivery, next: Next<'_>) -> Result<Returned, RunError>;
+}
+
+#[async_trait]
+impl<M: Middleware> ErasedMiddleware for M {
+    async fn around(&self, delivery: &Delivery, next: Next<'_>) -> Result<Returned, RunError> {
+        Middleware::around(self, delivery, next).await
+    }
+}
+
+/// Runs `handling` inside of all of them. Nothing is boxed where there are none.
+pub(crate) async fn around(
+    middleware: &[Arc<dyn ErasedMiddleware>],
+    delivery: &Delivery,
+    handling: impl Future<Output = Result<String, Failure>> + Send,
+) -> Result<String, Failure> {
+    if middleware.is_empty() {
+        return handling.await;
+    }
+    let next = Next {
+        rest: middleware,
+        delivery,
+        handling: Box::pin(handling),
+    };
+    match next.run().await {
+        Ok(Returned(output)) => Ok(output),
+        Err(RunError(failure)) => Err(failure),
+    }
+}
