@@ -382,12 +382,12 @@ pub(super) fn recorded<S: Store>(
     about: &About,
     outcome: &Outcome,
 ) {
+    count_and_log(shared, about, outcome);
     shared.held.forget(lease);
     if let Some(key) = &about.ordering_key {
         free_next(shared, key, outcome);
     }
     shared.awaited.settled(lease.row, outcome);
-    count_and_log(shared, about, outcome);
     shared.hooks.settled(&SettledEvent::new(about, outcome));
 }
 

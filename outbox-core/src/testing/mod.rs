@@ -9,49 +9,64 @@
 //!
 //! # Testing an application
 //!
-//! [`MemoryStore`] is a store like those on a database: build the application's outbox on it, let
-//! the code under test publish, and look at the rows.
+//! [`MemoryStore`] is a store like those on a database. Build the application's outbox on it, let the
+//! code under test publish, and say what has to be there:
 //!
 //! ```
-//! use std::time::Duration;
-//!
-//! use outbox_core::testing::MemoryStore;
-//! use outbox_core::{EventState, HandlerError, Outbox, OutboxEvent};
+//! use outbox_core::testing::{MemoryStore, assert_not_published, assert_published};
+//! use outbox_core::testing::{run_until_idle, run_until_settled};
+//! use outbox_core::{EventState, HandlerError, Outbox, OutboxEvent, Store};
 //! use serde::{Deserialize, Serialize};
 //!
-//! #[derive(Serialize, Deserialize, OutboxEvent)]
-//! #[outbox(dedup_key = "{order_id}", output = String)]
-//! struct OrderPaid { order_id: u64 }
+//! #[derive(Debug, PartialEq, Serialize, Deserialize, OutboxEvent)]
+//! #[outbox(dedup_key = "{order_id}", max_attempts = 3)]
+//! struct OrderPaid {
+//!     order_id: u64,
+//! }
 //!
-//! # #[tokio::main(flavor = "current_thread", start_paused = true)]
+//! /// What is under test.
+//! async fn pay<S: Store>(outbox: &Outbox<S>, order_id: u64) -> Result<(), Box<dyn std::error::Error>> {
+//!     let mut tx = outbox.begin().await?;
+//!     tx.publish(&OrderPaid { order_id }).await?;
+//!     tx.commit().await?;
+//!     Ok(())
+//! }
+//!
+//! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! let store = MemoryStore::new();
 //! let outbox = Outbox::builder(store.clone())
-//!     // The background follows the paused time of the test.
-//!     .on_current_runtime()
 //!     .on(|event: OrderPaid| async move {
-//!         Ok::<_, HandlerError>(format!("receipt-{}", event.order_id))
+//!         match event.order_id {
+//!             13 => Err(HandlerError::retry("the mail server is down")),
+//!             _ => Ok(()),
+//!         }
 //!     })
 //!     .build()?;
 //!
-//! // Nothing exists before the commit.
-//! let mut tx = outbox.begin().await?;
-//! let _ = tx.publish(&OrderPaid { order_id: 7 }).await?;
-//! assert!(store.records().is_empty());
-//! tx.commit().await?.settled().await;
-//! assert_eq!(store.records()[0].state, EventState::Processed);
+//! assert_not_published::<OrderPaid>(&store);
+//! pay(&outbox, 7).await?;
+//! assert_eq!(assert_published::<OrderPaid>(&store), OrderPaid { order_id: 7 });
+//! assert_eq!(run_until_idle(&outbox).await.processed, 1);
 //!
-//! // The same key again is answered with the earlier result.
-//! let mut tx = outbox.begin().await?;
-//! let again = tx.publish(&OrderPaid { order_id: 7 }).await?;
-//! assert_eq!(again.duplicate().unwrap().output()?.as_deref(), Some("receipt-7"));
+//! // Three attempts with their backoffs, and then a dead letter, in no time.
+//! pay(&outbox, 13).await?;
+//! let ran = run_until_settled(&outbox).await;
+//! assert_eq!((ran.retried, ran.dead), (2, 1));
+//! assert_eq!(store.records()[1].state, EventState::DeadLetter);
 //! # Ok(())
 //! # }
 //! ```
 //!
+//! A handler is given what is read back from the event's JSON, here as in production, however it is
+//! dispatched. So no test passes on a value that the database would lose. [`assert_survives`] says it
+//! of one event. The names under which events are stored can be pinned by a test as well:
+//! `assert_eq!(ShopEvents::NAMES, ["order.paid", "alert.raised"])` for an
+//! [`EventSet`](crate::EventSet).
+//!
 //! # Time without waiting
 //!
-//! The store's clock is Tokio's. Under `#[tokio::test(start_paused = true)]` a lease of 30 seconds
+//! The store's clock is Tokio's, and [`MemoryStore::advance`] moves it on by itself. Under `#[tokio::test(start_paused = true)]` a lease of 30 seconds
 //! ends with `tokio::time::advance(Duration::from_secs(30)).await`, a retry is due after its
 //! backoff, and a test of an hour takes no time. Where the clock has to stand still,
 //! [`MemoryStore::expire_lease`], [`make_due`](MemoryStore::make_due) and
@@ -76,8 +91,12 @@
 //! [`store_contract!`](crate::store_contract).
 
 pub mod contract;
+mod kit;
 mod memory;
 
+pub use kit::{
+    Ran, assert_not_published, assert_published, assert_survives, run_until_idle, run_until_settled,
+};
 pub use memory::{
     Hold, MemoryConnection, MemoryExclusive, MemoryStore, MemoryTx, MemoryWakeups, Operation,
     Savepoint,

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use outbox_core::{
-    Cancellation, DeadReason, EventState, HandlerError, PublishError, PublishOptions, Published,
-    SettledResult, Store,
+    Cancellation, Changed, DeadReason, EventState, HandlerError, PublishError, PublishOptions,
+    Published, SettledResult, Store,
 };
 
 use super::{Database, on_both_databases};
@@ -172,7 +172,8 @@ async fn an_expired_event_is_a_dead_letter_and_no_handler_is_started<D: Database
     assert_eq!(kept.failures, []);
 
     // Who requeues it wants it handled.
-    outbox.dead_letters().requeue(expired).await.unwrap();
+    let requeued = outbox.dead_letters().requeue(expired).await.unwrap();
+    assert_eq!(requeued, Changed::Done);
     outbox.dispatch([expired]).unwrap().settled().await;
     assert_eq!(runs.recv().await.unwrap().n, 1);
 }

@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use outbox_core::{
-    HandlerError, Outbox, OutboxEvent, Progress, PublishOptions, Published, Store, WaitError,
+    Changed, HandlerError, Outbox, OutboxEvent, Progress, PublishOptions, Published, Store,
+    WaitError,
 };
 use serde::{Deserialize, Serialize};
 use tokio::sync::Semaphore;
@@ -103,11 +104,9 @@ async fn every_answer_of_a_key_is_typed<D: Database>(db: &D) {
         progress(&publish(&outbox, &Pay::of(2)).await),
         Progress::Dead
     );
-    outbox
-        .dead_letters()
-        .discard(refused.event_id())
-        .await
-        .unwrap();
+    let dead = refused.event_id();
+    let discarded = outbox.dead_letters().discard(dead).await.unwrap();
+    assert_eq!(discarded, Changed::Done);
     let discarded = publish(&outbox, &Pay::of(2)).await;
     assert_eq!(progress(&discarded), Progress::Discarded);
     assert_eq!(

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use outbox_core::{
-    BehindDead, Delivery, EventId, EventState, Handler, HandlerError, Outbox, OutboxEvent,
+    BehindDead, Changed, Delivery, EventId, EventState, Handler, HandlerError, Outbox, OutboxEvent,
     SettledResult, Store, Uncommitted,
 };
 use serde::{Deserialize, Serialize};
@@ -212,7 +212,8 @@ async fn a_failing_head_is_in_the_way_of_its_own_key_alone<D: Database>(db: &D) 
     );
     assert_eq!(blocked[0].last_error, "no");
 
-    outbox.dead_letters().discard(ids[0]).await.unwrap();
+    let discarded = outbox.dead_letters().discard(ids[0]).await.unwrap();
+    assert_eq!(discarded, Changed::Done);
     outbox.wake();
     for id in &ids[1..3] {
         let outcome = outcomes.recv().await.unwrap();

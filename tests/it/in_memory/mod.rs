@@ -7,6 +7,7 @@ mod exclusive;
 mod fan_out;
 mod hostile;
 mod inline;
+mod kit;
 mod lease;
 mod log;
 mod middleware;

@@ -300,7 +300,11 @@ pub async fn a_key_lasts_as_long_as_any_part<H: Harness>(h: &H) {
     let parts = publish_and_split(h, event.clone(), &parts).await;
     let is_taken = async || {
         let mut tx = h.store().begin().await.unwrap();
-        let answers = h.store().insert(&mut tx, std::slice::from_ref(&event)).await.unwrap();
+        let answers = h
+            .store()
+            .insert(&mut tx, std::slice::from_ref(&event))
+            .await
+            .unwrap();
         h.store().rollback(tx).await.unwrap();
         matches!(answers[0], Insertion::Existing(_))
     };

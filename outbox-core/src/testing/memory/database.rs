@@ -1,6 +1,7 @@
 //! The rows and keys themselves.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::num::NonZeroU32;
 use std::time::{Duration, SystemTime};
 
 use uuid::Uuid;
@@ -21,7 +22,17 @@ pub(super) struct Database {
     pub(super) keys: HashMap<(String, String), Key>,
     pub(super) locked: BTreeSet<i64>,
     pub(super) paused: BTreeMap<PauseRef, SystemTime>,
+    /// What was ever committed, for tests that ask.
+    pub(super) log: Vec<Committed>,
     last_number: i64,
+}
+
+/// An event as it was published.
+#[derive(Clone, Debug)]
+pub(crate) struct Committed {
+    pub(crate) name: String,
+    pub(crate) version: NonZeroU32,
+    pub(crate) payload: String,
 }
 
 /// One event, settled or not.
@@ -65,6 +76,7 @@ impl Database {
             keys: HashMap::new(),
             locked: BTreeSet::new(),
             paused: BTreeMap::new(),
+            log: Vec::new(),
             last_number: 0,
         }
     }
@@ -78,6 +90,11 @@ impl Database {
     pub(super) fn add(&mut self, row: Row, now: SystemTime) {
         let id = row.columns.id;
         let ended = row.kept_until.is_some();
+        self.log.push(Committed {
+            name: row.columns.name.clone(),
+            version: row.columns.version,
+            payload: row.columns.payload.clone(),
+        });
         if let Some(key) = row.key() {
             let fresh = Key {
                 id,

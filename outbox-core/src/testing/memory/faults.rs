@@ -282,6 +282,11 @@ impl Faults {
             })
     }
 
+    /// Waits until `condition` holds. It is looked at now, and after each call that has come back.
+    pub(super) async fn after_each_call(&self, condition: impl Fn() -> bool) {
+        wait_until(&self.calls, |_| condition()).await;
+    }
+
     fn plan(&self) -> std::sync::MutexGuard<'_, Plan> {
         lock(&self.plan)
     }

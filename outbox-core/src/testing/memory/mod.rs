@@ -41,7 +41,7 @@ pub use faults::{Hold, Operation};
 pub use wakeups::MemoryWakeups;
 
 use connection::MemoryPart;
-use database::Database;
+use database::{Committed, Database};
 use exclusive::Holders;
 use faults::Faults;
 use wakeups::Bell;
@@ -58,7 +58,7 @@ use wakeups::Bell;
 /// # Time is Tokio's
 ///
 /// Leases, delays, backoffs and retention follow [`tokio::time::Instant`], so that under paused
-/// time `tokio::time::advance` moves them. The times in the rows count from a fixed day and never
+/// time `tokio::time::advance` moves them. [`advance`](Self::advance) moves them by themselves. The times in the rows count from a fixed day and never
 /// from the wall clock. [`expire_lease`](Self::expire_lease), [`make_due`](Self::make_due) and
 /// [`expire_retention`](Self::expire_retention) move a single row without moving the clock.
 ///
@@ -76,6 +76,8 @@ pub struct MemoryStore {
 #[derive(Debug)]
 struct Shared {
     base: Instant,
+    /// How far ahead of Tokio's clock the database's is.
+    ahead: Mutex<Duration>,
     writer: Arc<tokio::sync::Mutex<()>>,
     database: Mutex<Database>,
     faults: Faults,
@@ -92,6 +94,7 @@ impl MemoryStore {
         Self {
             shared: Arc::new(Shared {
                 base: Instant::now(),
+                ahead: Mutex::default(),
                 writer: Arc::default(),
                 database: Mutex::new(Database::new(Uuid::new_v4())),
                 faults: Faults::default(),
@@ -121,6 +124,26 @@ impl MemoryStore {
     #[must_use]
     pub fn now(&self) -> SystemTime {
         self.shared.now()
+    }
+
+    /// Moves the clock of the database on, and Tokio's not: leases end, and what waits for a retry or
+    /// a delay is due.
+    ///
+    /// For a test in which nothing runs meanwhile. A process measures its own leases by Tokio's clock,
+    /// so to one that holds an event this is what a database whose clock jumps is: its lease may end
+    /// before it expects that. Under paused time, `tokio::time::advance` moves both.
+    pub fn advance(&self, by: Duration) {
+        *lock(&self.shared.ahead) += by;
+    }
+
+    /// Every event that was committed, in that order.
+    pub(crate) fn log(&self) -> Vec<Committed> {
+        self.shared.database().log.clone()
+    }
+
+    /// Looks after each call to the store until `condition` holds.
+    pub(crate) async fn wait_until(&self, condition: impl Fn(&Self) -> bool) {
+        self.shared.faults.after_each_call(|| condition(self)).await;
     }
 
     /// Ends the lease of `row` now, without anybody being told. Does nothing to a row that has
@@ -221,7 +244,7 @@ impl Default for MemoryStore {
 
 impl Shared {
     fn now(&self) -> SystemTime {
-        SystemTime::UNIX_EPOCH + FIRST_DAY + self.base.elapsed()
+        SystemTime::UNIX_EPOCH + FIRST_DAY + self.base.elapsed() + *lock(&self.ahead)
     }
 
     fn database(&self) -> MutexGuard<'_, Database> {
