@@ -11,6 +11,7 @@ use tokio::time::Instant;
 use crate::dispatch::{Cause, Finding};
 use crate::handler::Verdict;
 use crate::handler_options::CircuitBreaker;
+use crate::registry::HandlerKey;
 
 /// The way to one handler.
 #[derive(Debug, Default)]
@@ -44,6 +45,8 @@ struct Trial {
 
 #[derive(Debug)]
 struct Breaker {
+    /// Whose it is, for the log.
+    of: HandlerKey,
     settings: CircuitBreaker,
     state: State,
     trials: u64,
@@ -57,11 +60,16 @@ enum State {
 }
 
 impl Lane {
-    pub(crate) fn new(concurrency: Option<usize>, breaker: Option<CircuitBreaker>) -> Self {
+    pub(crate) fn new(
+        of: HandlerKey,
+        concurrency: Option<usize>,
+        breaker: Option<CircuitBreaker>,
+    ) -> Self {
         Self {
             permits: concurrency.map(|runs| Arc::new(Semaphore::new(runs))),
             breaker: breaker.map(|settings| {
                 Mutex::new(Breaker {
+                    of,
                     settings,
                     state: State::Closed { failures: 0 },
                     trials: 0,
@@ -184,6 +192,8 @@ impl Breaker {
         let until = Instant::now() + self.settings.open_for;
         self.state = State::Open { until };
         tracing::warn!(
+            event_name = self.of.0,
+            handler = self.of.1,
             open_for = ?self.settings.open_for,
             "a handler fails again and again; it is given no events for a while"
         );
@@ -214,7 +224,7 @@ mod tests {
 
     fn with_breaker() -> Arc<Lane> {
         let breaker = CircuitBreaker::after(2).open_for(OPEN_FOR);
-        Arc::new(Lane::new(None, Some(breaker)))
+        Arc::new(Lane::new(("ping", None), None, Some(breaker)))
     }
 
     fn failed(cause: Cause) -> Finding {
@@ -238,7 +248,7 @@ mod tests {
 
     #[test]
     fn a_limit_counts_the_runs_that_have_not_returned() {
-        let lane = Arc::new(Lane::new(Some(2), None));
+        let lane = Arc::new(Lane::new(("ping", None), Some(2), None));
         assert_eq!(lane.room(), Room::Only(2));
         let first = lane.enter().unwrap();
         let _second = lane.enter().unwrap();

@@ -257,7 +257,11 @@ impl Registration {
             timeout,
             backoff: backoff.unwrap_or(settings.backoff),
             max_attempts: max_attempts.and_then(NonZeroU32::new),
-            lane: Arc::new(Lane::new(concurrency.map(|runs| runs as usize), breaker)),
+            lane: Arc::new(Lane::new(
+                (event, handler),
+                concurrency.map(|runs| runs as usize),
+                breaker,
+            )),
         })
     }
 }

@@ -18,6 +18,8 @@
 //! invariants    what must not be there
 //! examples      the programs a newcomer runs first
 //! event_set     the example of a closed set of events, told to its end
+//! fan_out       the example of several handlers of one event, told to its end
+//! ordering      the example of events in order, told to its end
 //! versions      the example of an event that changes, told to its end
 //! transactional the example of a handler whose writes commit with its event
 //! slack_alerts  the example of alerts to a chat webhook, told to its end
@@ -72,6 +74,12 @@ mod examples;
 
 #[cfg(test)]
 mod event_set;
+
+#[cfg(test)]
+mod fan_out;
+
+#[cfg(test)]
+mod ordering;
 
 #[cfg(test)]
 mod versions;

@@ -12,7 +12,8 @@ use std::time::Duration;
 use outbox_core::lease::LeaseToken;
 use outbox_core::store::{ClaimRequest, KnownEvent, LowWater};
 use outbox_core::{
-    Changed, DeadLetterFilter, HandlerError, Outbox, PublishOptions, Requeue, Snapshot, Store,
+    Changed, DeadLetterFilter, HandlerError, Outbox, OutboxEvent, PublishOptions, Requeue,
+    Snapshot, Store,
 };
 use outbox_sqlx::PgStore;
 use sqlx::postgres::PgPoolOptions;
@@ -61,8 +62,22 @@ fn statements(database: &str, id: i64) -> Vec<Statement> {
     found
 }
 
-/// Events in every state there is: one that nobody handles, one that waits, failed, processed and
-/// discarded ones, one that [`GONE`] holds, and a dead letter, whose number is the answer.
+/// A step of an account, which is always refused.
+#[derive(serde::Deserialize, serde::Serialize)]
+struct Booked;
+
+impl OutboxEvent for Booked {
+    type Output = ();
+    const NAME: &'static str = "booked";
+
+    fn ordering_key(&self) -> Option<String> {
+        Some("account:1".to_owned())
+    }
+}
+
+/// Events in every state there is, and a pause: one that nobody handles, one that waits, failed, processed and
+/// discarded ones, one that [`GONE`] holds, a cancelled one, a dead letter that blocks
+/// its ordering key, and a dead letter whose number is the answer.
 async fn events_in_every_state<S: Store>(outbox: &Outbox<S>) -> i64 {
     let mut tx = outbox.begin().await.unwrap();
     let mut ids = Vec::new();
@@ -71,11 +86,15 @@ async fn events_in_every_state<S: Store>(outbox: &Outbox<S>) -> i64 {
         ids.push(published.event_id());
     }
     tx.publish(&Unhandled).await.unwrap();
+    tx.publish(&Booked).await.unwrap();
+    let cancelled = tx.publish(&Unhandled).await.unwrap().event_id();
+    tx.cancel(cancelled).await.unwrap();
     let delay = PublishOptions::new().delay(Duration::from_secs(3600));
     tx.publish_with(&OrderPaid { order: 4 }, &delay)
         .await
         .unwrap();
     tx.commit().await.unwrap().settled().await;
+    outbox.pauses().pause(Unhandled::NAME).await.unwrap();
     let discarded = outbox.dead_letters().discard(ids[3]).await.unwrap();
     assert_eq!(discarded, Changed::Done);
 
@@ -115,6 +134,7 @@ async fn database<D: Database>() -> (D, Outbox<D::Store>, i64) {
                 _ => Err(HandlerError::permanent("the card was closed")),
             }
         })
+        .on(|_: Booked| async { Err::<(), _>(HandlerError::permanent("the ledger is closed")) })
         .build()
         .unwrap();
     let dead = events_in_every_state(&outbox).await;
@@ -122,6 +142,7 @@ async fn database<D: Database>() -> (D, Outbox<D::Store>, i64) {
     assert_eq!(
         states,
         [
+            "cancelled",
             "dead_letter",
             "discarded",
             "failed",
@@ -229,7 +250,7 @@ async fn the_rights_in_the_runbook_are_enough_for_an_operator_and_a_reader() {
             let pool = PgPoolOptions::new().connect_lazy_with(options);
             Outbox::builder(PgStore::new(pool)).build().unwrap()
         };
-        assert_eq!(as_role(&reader).stats().await.unwrap().total().dead, 1);
+        assert_eq!(as_role(&reader).stats().await.unwrap().total().dead, 2);
 
         let tool = as_role(&operator);
         let letters = tool.dead_letters();
@@ -237,9 +258,12 @@ async fn the_rights_in_the_runbook_are_enough_for_an_operator_and_a_reader() {
         let id = letters.list(&all, None, 1).await.unwrap().letters[0].id;
         assert!(letters.get(id).await.unwrap().is_some());
         let requeued = letters.requeue_all(&all, Requeue::at_once()).await;
-        assert_eq!(requeued.unwrap(), 1);
+        assert_eq!(requeued.unwrap(), 2);
         assert_eq!(letters.discard_all(&all).await.unwrap(), 0);
         assert_eq!(letters.purge(Duration::ZERO).await.unwrap(), 0);
+
+        assert!(tool.pauses().resume(Unhandled::NAME).await.unwrap());
+        assert!(tool.pauses().pause(Unhandled::NAME).await.unwrap());
 
         let gone = format!("DROP OWNED BY {roles}; DROP ROLE {roles}");
         pool.execute(AssertSqlSafe(gone)).await.unwrap();

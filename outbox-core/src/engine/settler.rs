@@ -418,6 +418,7 @@ fn count_and_log<S: Store>(shared: &Shared<S>, about: &About, outcome: &Outcome)
             tracing::debug!(
                 event_id = %about.id,
                 event_name = %about.name,
+                handler = about.handler.as_deref(),
                 attempt = about.attempt,
                 "event processed"
             );
@@ -427,6 +428,7 @@ fn count_and_log<S: Store>(shared: &Shared<S>, about: &About, outcome: &Outcome)
             tracing::warn!(
                 event_id = %about.id,
                 event_name = %about.name,
+                handler = about.handler.as_deref(),
                 attempt = about.attempt,
                 max_attempts = about.max_attempts,
                 retry_in = ?after,
@@ -439,6 +441,7 @@ fn count_and_log<S: Store>(shared: &Shared<S>, about: &About, outcome: &Outcome)
             tracing::error!(
                 event_id = %about.id,
                 event_name = %about.name,
+                handler = about.handler.as_deref(),
                 attempt = about.attempt,
                 max_attempts = about.max_attempts,
                 %reason,
@@ -451,6 +454,7 @@ fn count_and_log<S: Store>(shared: &Shared<S>, about: &About, outcome: &Outcome)
             tracing::error!(
                 event_id = %about.id,
                 event_name = %about.name,
+                handler = about.handler.as_deref(),
                 "event is a dead letter: it expired before a handler was started"
             );
         }
@@ -459,6 +463,7 @@ fn count_and_log<S: Store>(shared: &Shared<S>, about: &About, outcome: &Outcome)
             tracing::error!(
                 event_id = %about.id,
                 event_name = %about.name,
+                handler = about.handler.as_deref(),
                 attempt = about.attempt,
                 %error,
                 "event discarded: its payload cannot be decoded"

@@ -66,11 +66,15 @@ impl OutboxEvent for Measured {
     }
 }
 
+/// An account, if it is in order, and which step of it.
+type Step = (Option<u64>, u64);
+
 /// What ran, in the order in which it ended, and whether two runs of one account overlapped.
 #[derive(Clone, Default)]
 struct Ledger {
+    /// How many runs each account has now.
     running: Arc<Mutex<HashMap<u64, u32>>>,
-    done: Arc<Mutex<Vec<(Option<u64>, u64)>>>,
+    done: Arc<Mutex<Vec<Step>>>,
     overlaps: Arc<AtomicU32>,
 }
 

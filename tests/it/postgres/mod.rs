@@ -20,6 +20,7 @@ use crate::support::PgDb;
 
 mod dead_letters;
 mod locks;
+mod order;
 mod partitions;
 mod parts;
 mod passes;
