@@ -60,16 +60,20 @@
 //!
 //! A handler is given what is read back from the event's JSON, here as in production, however it is
 //! dispatched. So no test passes on a value that the database would lose. [`assert_survives`] says it
-//! of one event. The names under which events are stored can be pinned by a test as well:
-//! `assert_eq!(ShopEvents::NAMES, ["order.paid", "alert.raised"])` for an
+//! of one event. The names under which events are stored can be pinned by a test as well: [`pinned`]
+//! for an event, with its version and former names, and
+//! `assert_eq!(ShopEvents::NAMES, ["order.paid", "alert.raised"])` for those of an
 //! [`EventSet`](crate::EventSet).
 //!
 //! # Time without waiting
 //!
-//! The store's clock is Tokio's, and [`MemoryStore::advance`] moves it on by itself. Under `#[tokio::test(start_paused = true)]` a lease of 30 seconds
-//! ends with `tokio::time::advance(Duration::from_secs(30)).await`, a retry is due after its
-//! backoff, and a test of an hour takes no time. Where the clock has to stand still,
-//! [`MemoryStore::expire_lease`], [`make_due`](MemoryStore::make_due) and
+//! [`MemoryStore::advance`] moves the store's clock on: leases end, and retries and delays come due.
+//! Otherwise it follows Tokio's. With
+//! [`on_current_runtime`](crate::OutboxBuilder::on_current_runtime) and under
+//! `#[tokio::test(start_paused = true)]`, a lease of 30 seconds ends with
+//! `tokio::time::advance(Duration::from_secs(30)).await`, a retry is due after its backoff, and a test
+//! of an hour takes no time. (Without it the background has a thread, and a clock, of its own.) Where
+//! the clock has to stand still, [`MemoryStore::expire_lease`], [`make_due`](MemoryStore::make_due) and
 //! [`expire_retention`](MemoryStore::expire_retention) move one row.
 //!
 //! # Waiting without sleeping
@@ -95,7 +99,8 @@ mod kit;
 mod memory;
 
 pub use kit::{
-    Ran, assert_not_published, assert_published, assert_survives, run_until_idle, run_until_settled,
+    Ran, assert_not_published, assert_published, assert_published_times, assert_published_where,
+    assert_survives, pinned, run_until_idle, run_until_settled,
 };
 pub use memory::{
     Hold, MemoryConnection, MemoryExclusive, MemoryStore, MemoryTx, MemoryWakeups, Operation,

@@ -57,9 +57,12 @@ use wakeups::Bell;
 ///
 /// # Time is Tokio's
 ///
-/// Leases, delays, backoffs and retention follow [`tokio::time::Instant`], so that under paused
-/// time `tokio::time::advance` moves them. [`advance`](Self::advance) moves them by themselves. The times in the rows count from a fixed day and never
-/// from the wall clock. [`expire_lease`](Self::expire_lease), [`make_due`](Self::make_due) and
+/// Leases, delays, backoffs and retention follow [`tokio::time::Instant`], and
+/// [`advance`](Self::advance) moves them on by themselves. Paused time is that of one runtime: for
+/// `tokio::time::advance` to move them, the outbox has to be built with
+/// [`on_current_runtime`](crate::OutboxBuilder::on_current_runtime), or its background, on a thread of
+/// its own, goes by a clock that was not paused. The times in the rows count from a fixed day and
+/// never from the wall clock. [`expire_lease`](Self::expire_lease), [`make_due`](Self::make_due) and
 /// [`expire_retention`](Self::expire_retention) move a single row without moving the clock.
 ///
 /// # What can be made to fail
@@ -131,7 +134,10 @@ impl MemoryStore {
     ///
     /// For a test in which nothing runs meanwhile. A process measures its own leases by Tokio's clock,
     /// so to one that holds an event this is what a database whose clock jumps is: its lease may end
-    /// before it expects that. Under paused time, `tokio::time::advance` moves both.
+    /// before it expects that. Another outbox can then claim the event, and the result of the first run
+    /// is refused; if nobody has, it still counts. Under paused time, and with
+    /// [`on_current_runtime`](crate::OutboxBuilder::on_current_runtime), `tokio::time::advance` moves
+    /// both clocks.
     pub fn advance(&self, by: Duration) {
         *lock(&self.shared.ahead) += by;
     }
@@ -139,6 +145,32 @@ impl MemoryStore {
     /// Every event that was committed, in that order.
     pub(crate) fn log(&self) -> Vec<Committed> {
         self.shared.database().log.clone()
+    }
+
+    /// How many events were ever committed.
+    pub(crate) fn committed(&self) -> usize {
+        self.shared.database().log.len()
+    }
+
+    /// The events that are not settled, by number.
+    pub(crate) fn unsettled(&self) -> Vec<EventRecord> {
+        let now = self.shared.now();
+        let database = self.shared.database();
+        let rows = database.rows.values().filter(|row| row.is_unsettled());
+        rows.map(|row| row.record(now)).collect()
+    }
+
+    /// Whether `instance` holds anything. Looked for from the latest row on, where it mostly is: this
+    /// is asked after each call.
+    pub(crate) fn is_holding(&self, instance: &str) -> bool {
+        let now = self.shared.now();
+        let database = self.shared.database();
+        let mut rows = database.rows.values().rev();
+        rows.any(|row| {
+            row.columns.claimed_by.as_deref() == Some(instance)
+                && row.is_unsettled()
+                && row.is_leased(now)
+        })
     }
 
     /// Looks after each call to the store until `condition` holds.
