@@ -17,7 +17,7 @@ use crate::engine::{Engine, Parts, ShutdownError};
 use crate::event::{EventId, OutboxEvent};
 use crate::event_set::{AnyEvent, EventOf, EventSet};
 use crate::handler::Delivery;
-use crate::middleware;
+use crate::middleware::{self, Succeeded};
 use crate::outcome::ErrorText;
 use crate::publish::{self, PublishError, PublishOptions, Published};
 use crate::registry::{Entry, Registry, Runner, Transactional};
@@ -365,11 +365,12 @@ impl<S: Store, Set> Outbox<S, Set> {
             return Ok(None);
         };
         let mut tx = self.store().begin().await?;
-        let handling = handler.run(payload, &mut tx, delivery);
+        let succeeded = Succeeded::default();
+        let handling = succeeded.watch(handler.run(payload, &mut tx, delivery));
         let handling = middleware::around(self.registry().middleware(), delivery, handling);
         let finding = dispatch::run(handling, entry.timeout, delivery, interrupt).await;
         match finding {
-            Some(Finding::Done(_)) => self.store().commit(tx).await?,
+            Some(Finding::Done(_)) if succeeded.get() => self.store().commit(tx).await?,
             _ => self.store().rollback(tx).await?,
         }
         Ok(finding)

@@ -14,7 +14,7 @@ use crate::event::{EventId, OutboxEvent};
 use crate::event_set::EventOf;
 use crate::handler::{Delivery, HandlerError, TransactionalHandler, Verdict};
 use crate::lease::{HeldLease, LeaseToken};
-use crate::middleware::{self, ErasedMiddleware};
+use crate::middleware::{self, ErasedMiddleware, Succeeded};
 use crate::outbox::no_answer;
 use crate::outcome::{DeadReason, ErrorText, Outcome};
 use crate::publish::{Duplicate, PublishError, PublishOptions, Published};
@@ -201,7 +201,8 @@ impl<S: Store, Set> OutboxTx<S, Set> {
     /// the handler's output, which may be too large to be kept.
     ///
     /// A success is recorded in the savepoint too, so that it is kept together with what the handler
-    /// wrote, or not at all, wherever this is dropped. A failure is recorded once that is undone.
+    /// wrote, or not at all, wherever this is dropped. A failure is recorded once that is undone, and
+    /// so is a success that a middleware has made of one.
     async fn run_in_part(
         &mut self,
         id: EventId,
@@ -226,13 +227,21 @@ impl<S: Store, Set> OutboxTx<S, Set> {
         };
         let mut part = store.begin_part(&mut *tx).await?;
         let middleware = outbox.registry().middleware();
-        let finding = run(handler, middleware, part.connection(), id, row, timeout).await?;
+        let succeeded = Succeeded::default();
+        let handling = Handling {
+            handler,
+            middleware,
+            succeeded: &succeeded,
+        };
+        let finding = run(handling, part.connection(), id, row, timeout).await?;
         let output = match &finding {
             Finding::Done(output) => output.clone(),
             Finding::Failed { .. } => String::new(),
         };
         let mut ended = outcome(finding, row, settings);
-        if let Outcome::Processed { .. } = ended {
+        if succeeded.get()
+            && let Outcome::Processed { .. } = ended
+        {
             match record(store, part.connection(), lease, &ended).await {
                 Ok(()) => {
                     part.keep().await?;
@@ -386,10 +395,16 @@ impl<E: OutboxEvent> fmt::Debug for Handled<E> {
     }
 }
 
+/// A handler, and what is around it.
+struct Handling<'a, H> {
+    handler: &'a H,
+    middleware: &'a [Arc<dyn ErasedMiddleware>],
+    succeeded: &'a Succeeded,
+}
+
 /// Runs the handler, within its time.
 async fn run<C: Send>(
-    handler: &impl Run<C>,
-    middleware: &[Arc<dyn ErasedMiddleware>],
+    handling: Handling<'_, impl Run<C>>,
     connection: &mut C,
     id: EventId,
     row: &NewEvent,
@@ -408,7 +423,12 @@ async fn run<C: Send>(
         headers: std::collections::BTreeMap::new(),
         cancelled: interrupt.child_token(),
     };
-    let handling = handler.run(&row.payload, connection, &delivery);
+    let Handling {
+        handler,
+        middleware,
+        succeeded,
+    } = handling;
+    let handling = succeeded.watch(handler.run(&row.payload, connection, &delivery));
     let handling = middleware::around(middleware, &delivery, handling);
     let finding = dispatch::run(handling, timeout, &delivery, &interrupt).await;
     finding.ok_or_else(no_answer)

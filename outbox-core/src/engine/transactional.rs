@@ -13,13 +13,13 @@ use crate::dispatch::{self, Cause, Finding};
 use crate::engine::settler;
 use crate::engine::{Shared, delivery};
 use crate::lease::HeldLease;
-use crate::middleware;
+use crate::middleware::{self, Succeeded};
 use crate::outcome::ErrorText;
 use crate::registry::{Entry, ErasedTransactional};
 use crate::store::{Claimed, Settled, Settlement, Store, StoreError, StoreErrorKind};
 
 /// Runs the handler, and commits what it wrote with its event's outcome. Answers with what is still
-/// to be recorded: a failure.
+/// to be recorded: a failure, or what a middleware made of one.
 pub(super) async fn run<S: Store>(
     shared: &Shared<S>,
     handler: &dyn ErasedTransactional<S::Connection>,
@@ -45,10 +45,11 @@ pub(super) async fn run<S: Store>(
             return None;
         }
     };
-    let handling = handler.run(&claimed.payload, &mut tx, &delivery);
+    let succeeded = Succeeded::default();
+    let handling = succeeded.watch(handler.run(&claimed.payload, &mut tx, &delivery));
     let handling = middleware::around(shared.registry.middleware(), &delivery, handling);
     match dispatch::run(handling, entry.timeout, &delivery, interrupt).await {
-        Some(Finding::Done(output)) => {
+        Some(Finding::Done(output)) if succeeded.get() => {
             commit(shared, tx, lease, output).await;
             None
         }

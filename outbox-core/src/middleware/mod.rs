@@ -73,7 +73,15 @@
 //!
 //! It is part of the run: its time counts towards the handler's timeout, it is dropped with the
 //! handler at any await, and a panic, or blocking its thread, is a failed attempt of that event alone.
-//! It runs for every dispatch: by relay, inline, before the commit, and directly.
+//! It runs for every dispatch: by relay, inline, before the commit, and directly; and for each handler
+//! of an event that has several. An error of its own counts for a handler's circuit breaker as the
+//! handler's would.
+//!
+//! # A success in place of an error
+//!
+//! A middleware can answer [`Returned::nothing`] for a handler that failed, or that it dropped. The
+//! event is processed then. What a [`TransactionalHandler`](crate::TransactionalHandler) wrote before
+//! it failed is undone all the same: it may be half of what was to be written.
 
 #[cfg(feature = "tower")]
 pub mod tower;
@@ -82,6 +90,7 @@ use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use async_trait::async_trait;
 
@@ -247,5 +256,26 @@ pub(crate) async fn around(
     match next.run().await {
         Ok(Returned(output)) => Ok(output),
         Err(RunError(failure)) => Err(failure),
+    }
+}
+
+/// Whether the handler itself succeeded, whatever the middleware around it makes of its end. Only then
+/// is what it wrote complete.
+#[derive(Default)]
+pub(crate) struct Succeeded(AtomicBool);
+
+impl Succeeded {
+    pub(crate) async fn watch(
+        &self,
+        handling: impl Future<Output = Result<String, Failure>> + Send,
+    ) -> Result<String, Failure> {
+        let result = handling.await;
+        // The task that polls this is the one that asks, so nothing has to be ordered.
+        self.0.store(result.is_ok(), Ordering::Relaxed);
+        result
+    }
+
+    pub(crate) fn get(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
     }
 }
