@@ -107,8 +107,8 @@ pub trait Middleware: Send + Sync + 'static {
     /// # Errors
     ///
     /// An error is a failed attempt, whether the handler was called or not. That of
-    /// [`Next::run`] is passed on as it is, or replaced; one of its own is made of a
-    /// [`HandlerError`], and can ask for a retry, for a delay, or to give up.
+    /// [`Next::run`] is passed on as it is, or replaced. One of its own is a retry, or made of a
+    /// [`HandlerError`], which can ask for a delay, or give up.
     fn around(
         &self,
         delivery: &Delivery,
@@ -185,6 +185,10 @@ impl fmt::Debug for Returned {
 }
 
 /// Why a run did not succeed.
+///
+/// Every [`std::error::Error`] turns into one that is a retry through `?`, as with a [`HandlerError`],
+/// and so does a [`HandlerError`], which keeps what it asks for. The other way round is no `?`: to
+/// make a retry of whatever it was, say `HandlerError::retry(error)`.
 pub struct RunError(Failure);
 
 impl RunError {
@@ -224,7 +228,38 @@ impl fmt::Display for RunError {
     }
 }
 
-impl std::error::Error for RunError {}
+// This is why `RunError` is not itself an `Error`: the two would overlap. Were it one, a `?` in a
+// function that returns `HandlerError` would make a retry of what is permanent, or undecodable.
+impl<E: std::error::Error + Send + Sync + 'static> From<E> for RunError {
+    fn from(error: E) -> Self {
+        HandlerError::from(error).into()
+    }
+}
+
+impl From<RunError> for BoxError {
+    fn from(error: RunError) -> Self {
+        Box::new(Boxed(error))
+    }
+}
+
+type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// A [`RunError`] among errors that can be any.
+struct Boxed(RunError);
+
+impl fmt::Debug for Boxed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.0, f)
+    }
+}
+
+impl fmt::Display for Boxed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&self.0, f)
+    }
+}
+
+impl std::error::Error for Boxed {}
 
 /// A middleware whose future is boxed.
 #[async_trait]
@@ -277,5 +312,56 @@ impl Succeeded {
 
     pub(crate) fn get(&self) -> bool {
         self.0.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::handler::Verdict;
+
+    #[track_caller]
+    fn check(error: impl Into<RunError>, verdict: Verdict) {
+        let error = error.into();
+        assert_eq!(error.to_string(), "down");
+        assert_eq!(error.handler_error().unwrap().verdict(), verdict);
+    }
+
+    #[test]
+    fn any_error_is_a_retry_and_a_handlers_keeps_what_it_asks_for() {
+        check(std::io::Error::other("down"), Verdict::Retry);
+        check(HandlerError::permanent("down"), Verdict::Permanent);
+        let delay = Duration::from_secs(7);
+        check(
+            HandlerError::retry_after(delay, "down"),
+            Verdict::RetryAfter(delay),
+        );
+    }
+
+    #[test]
+    fn a_retry_can_be_made_of_whatever_it_was() {
+        let permanent = RunError::from(HandlerError::permanent("down"));
+        check(HandlerError::retry(permanent), Verdict::Retry);
+    }
+
+    #[test]
+    fn what_a_handler_returned_is_not_shown() {
+        let returned = Returned("\"secret\"".to_owned());
+        assert_eq!(format!("{returned:?}"), "Returned { .. }");
+    }
+
+    #[tokio::test]
+    async fn only_what_has_ended_well_has_succeeded() {
+        let succeeded = Succeeded::default();
+        drop(succeeded.watch(std::future::pending()));
+        let error = HandlerError::retry("down");
+        let failing = succeeded.watch(async { Err(Failure::Handler(error)) });
+        assert!(failing.await.is_err());
+        assert!(!succeeded.get());
+        let ending = succeeded.watch(async { Ok("null".to_owned()) });
+        assert!(ending.await.is_ok());
+        assert!(succeeded.get());
     }
 }

@@ -34,10 +34,9 @@ use std::task::{Context, Poll};
 use tokio::sync::oneshot;
 use tower_service::Service;
 
-use super::{Middleware, Next, Returned, RunError};
+use super::{BoxError, Boxed, Middleware, Next, Returned, RunError};
 use crate::handler::{Delivery, HandlerError};
 
-type BoxError = Box<dyn std::error::Error + Send + Sync>;
 type Result<T> = std::result::Result<T, RunError>;
 
 /// One run, as layers see it.
@@ -159,7 +158,10 @@ async fn run_when_started(
 /// What came from further in goes on as it is; what a layer made itself is a retry.
 fn run_error(error: impl Into<BoxError>) -> RunError {
     match error.into().downcast() {
-        Ok(error) => *error,
+        Ok(boxed) => {
+            let Boxed(error) = *boxed;
+            error
+        }
         Err(error) => HandlerError::retry(error).into(),
     }
 }
