@@ -14,7 +14,7 @@
 //!    priority, limits of its own, and a type that its handler returns.
 //! 2. A [`Handler`] does what has to be done about an event. It returns an output or a
 //!    [`HandlerError`]: try again, try again after a while, or give up. [`Delivery`] tells it which
-//!    event and which attempt this is.
+//!    event and which attempt this is. What concerns all of them is a [`Middleware`] around each run.
 //! 3. An [`Outbox`] is built from a [`Store`] and the handlers. It is what the application keeps.
 //! 4. An [`EventSet`] is an enum of the application's events. It is optional. An outbox of a set
 //!    publishes its members alone, and does not compile while one of them has no handler.
@@ -80,7 +80,7 @@
 //! # Modules
 //!
 //! What most applications need is re-exported here. The modules, in reading order: [`event`] and
-//! [`key`], [`handler`], [`publish`], [`backoff`] and [`outcome`], [`lease`], [`store`],
+//! [`key`], [`handler`], [`middleware`], [`publish`], [`backoff`] and [`outcome`], [`lease`], [`store`],
 //! [`settings`]. [`store`] is for authors of stores and is not stable.
 //!
 //! # Features

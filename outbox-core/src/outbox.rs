@@ -346,8 +346,10 @@ impl<S: Store, Set> Outbox<S, Set> {
                 .map_err(|error| failed(ErrorText::from(&error)))?,
         };
         match finding {
-            Some(Finding::Done(output)) => serde_json::from_str(&output)
-                .map_err(|error| failed(dispatch::Failure::Output(error).text())),
+            Some(Finding::Done(output)) => serde_json::from_str(&output).map_err(|error| {
+                let text = format_args!("the handler's output cannot be read back: {error}");
+                failed(ErrorText::new(&text))
+            }),
             Some(Finding::Failed { error, .. }) => Err(failed(error)),
             None => Err(failed(ErrorText::new(&"interrupted"))),
         }

@@ -44,7 +44,12 @@
 //! }
 //! ```
 //!
+//! What is dispatched directly, or before its commit, has no headers.
+//!
 //! # How many a second
+//!
+//! In this process, over all events. While one waits, it is held: it takes one of the relay's places,
+//! and one that waits for longer than its handler's timeout has failed.
 //!
 //! ```
 //! # use std::time::Duration;
@@ -63,8 +68,10 @@
 //!
 //! # #[tokio::main(flavor = "current_thread")]
 //! # async fn main() {
-//! let ticks = tokio::sync::Mutex::new(tokio::time::interval(Duration::from_millis(100)));
-//! let limit = TenPerSecond { ticks };
+//! let mut ticks = tokio::time::interval(Duration::from_millis(100));
+//! // Otherwise those of a quiet hour would all be caught up at once.
+//! ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+//! let limit = TenPerSecond { ticks: ticks.into() };
 //! # let _ = limit;
 //! # }
 //! ```
@@ -166,6 +173,10 @@ pub struct Returned(String);
 impl Returned {
     /// In place of what a handler returns, by a middleware that did not call it: the event is
     /// processed, without an output.
+    ///
+    /// Whoever dispatched it directly, or before its commit, and expects an output other than `()`, is
+    /// told that there is none to be read: [`DirectError::Failed`](crate::DirectError::Failed), or an
+    /// error of [`Handled::output`](crate::Handled::output).
     #[must_use]
     pub fn nothing() -> Self {
         Self("null".to_owned())
