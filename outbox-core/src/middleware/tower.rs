@@ -4,6 +4,23 @@
 //! [`Dispatch`] cannot be cloned, and layers that repeat a request have nothing to repeat: retries are
 //! the outbox's.
 //!
+//! # What becomes of errors
+//!
+//! What a layer answers by itself, for a timeout or for want of room, is a retry after the backoff, and
+//! has cost an attempt even if no handler was started. An error that came from further in goes on as
+//! it is: what is permanent stays so. One that a layer wraps into an error of its own is the layer's.
+//!
+//! # A service that is not ready is waited for
+//!
+//! The event is held meanwhile: it takes one of the relay's places, and the timeout of its handler
+//! runs. So does it where a layer keeps a call for later.
+//!
+//! # Each run has a clone of the service
+//!
+//! What holds for all runs together has to be shared by the clones, as the places of a
+//! `ConcurrencyLimitLayer` are. A service that cannot be cloned, like that of a `RateLimitLayer`,
+//! needs a `BufferLayer` around it, which has to be made inside of a Tokio runtime.
+//!
 //! ```
 //! use std::time::Duration;
 //!
@@ -144,8 +161,10 @@ async fn run_when_started(
 ) -> Infallible {
     if let Ok(mut answer) = started.await {
         let result = tokio::select! {
-            result = next.run() => Some(result),
+            // A call that is dropped before its run was polled starts no handler.
+            biased;
             () = answer.closed() => None,
+            result = next.run() => Some(result),
         };
         if let Some(result) = result {
             // Whoever asked may have been dropped in this moment.

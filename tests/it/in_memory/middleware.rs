@@ -9,8 +9,8 @@ use outbox_core::{
     DeadReason, Delivery, EventState, HandlerError, Outbox, SettledResult, TransactionalHandler,
     Uncommitted,
 };
-use tower::limit::ConcurrencyLimitLayer;
-use tower::timeout::TimeoutLayer;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, Interval, MissedTickBehavior, interval};
 
 use super::builder;
 use crate::events::{OrderPaid, Run, Step, Ticked, publish_for_relays, scripted, settled};
@@ -47,18 +47,18 @@ where
     }
 }
 
-async fn dispatch(outbox: &Outbox<MemoryStore>, n: u64) -> outbox_core::EventId {
+pub(super) async fn dispatch(outbox: &Outbox<MemoryStore>, n: u64) -> outbox_core::EventId {
     let mut tx = outbox.begin().await.unwrap();
     let id = tx.publish(&Ticked { n }).await.unwrap().event_id();
     tx.commit().await.unwrap().settled().await;
     id
 }
 
-fn ok(_: &Run) -> Step {
+pub(super) fn ok(_: &Run) -> Step {
     Step::Return(Ok(()))
 }
 
-struct Book;
+pub(super) struct Book;
 
 impl TransactionalHandler<MemoryConnection, OrderPaid> for Book {
     async fn handle(
@@ -157,6 +157,27 @@ async fn it_can_refuse_a_run_and_say_what_follows() {
     assert!(runs.is_empty());
 }
 
+#[tokio::test(start_paused = true)]
+async fn nothing_in_place_of_an_output_is_an_error_to_who_expects_one() {
+    let store = MemoryStore::new();
+    let outbox = builder(&store)
+        .on_transactional(Book)
+        .middleware(Instead(|_: &Delivery| Ok(Returned::nothing())))
+        .build()
+        .unwrap();
+    let event = OrderPaid { order: 1 };
+    let direct = outbox.dispatch_directly(&event).await;
+    assert_eq!(
+        direct.unwrap_err().to_string(),
+        "the direct dispatch of `order.paid` failed: the handler's output cannot be read back: \
+         invalid type: null, expected a string at line 1 column 4"
+    );
+    let id = publish_for_relays(&outbox, &event).await;
+    outbox.dispatch([id]).unwrap().settled().await;
+    let done = outbox.find(id).await.unwrap().unwrap();
+    assert_eq!((done.state, done.output), (EventState::Processed, None));
+}
+
 /// Never comes back, or panics.
 struct Broken(bool);
 
@@ -186,6 +207,36 @@ async fn p11_its_panic_and_its_hanging_are_failed_attempts() {
         assert_eq!(kept.state, EventState::Failed);
         assert_eq!(kept.last_error.as_deref(), Some(error));
     }
+}
+
+/// Waits, and says whose run it is.
+struct Waiting(mpsc::UnboundedSender<Delivery>);
+
+impl Middleware for Waiting {
+    async fn around(&self, delivery: &Delivery, _: Next<'_>) -> Result<Returned, RunError> {
+        let _ = self.0.send(delivery.clone());
+        std::future::pending().await
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn p14_one_that_waits_is_interrupted_as_a_handler_is() {
+    let store = MemoryStore::new();
+    let (waiting, mut waits) = mpsc::unbounded_channel();
+    let (handler, runs) = scripted(ok);
+    let outbox = builder(&store)
+        .on(handler)
+        .middleware(Waiting(waiting))
+        .build()
+        .unwrap();
+    let id = publish_for_relays(&outbox, &Ticked { n: 1 }).await;
+    let relay = outbox.relay().start().await.unwrap();
+    let delivery = waits.recv().await.unwrap();
+    relay.shutdown(Duration::from_secs(5)).await.unwrap();
+    assert!(delivery.cancelled().is_cancelled());
+    let kept = outbox.find(id).await.unwrap().unwrap();
+    assert_eq!((kept.state, kept.attempts), (EventState::Pending, 0));
+    assert!(runs.is_empty());
 }
 
 /// Looks at what came of the run, and passes it on.
@@ -234,7 +285,7 @@ async fn p12_it_sees_what_came_of_a_run_and_passes_it_on_unchanged() {
 
 /// Published under the name of another event.
 #[derive(serde::Serialize)]
-struct NotTicked(&'static str);
+pub(super) struct NotTicked(pub(super) &'static str);
 
 impl<'de> serde::Deserialize<'de> for NotTicked {
     fn deserialize<D: serde::Deserializer<'de>>(_: D) -> Result<Self, D::Error> {
@@ -247,91 +298,93 @@ impl outbox_core::OutboxEvent for NotTicked {
     const NAME: &'static str = "ticked";
 }
 
-#[tokio::test(start_paused = true)]
-async fn a_concurrency_limit_of_tower_holds_for_all_runs_together() {
-    let store = MemoryStore::new();
-    let running = Arc::new(Mutex::new((0, 0)));
-    let count = Arc::clone(&running);
-    let outbox = builder(&store)
-        .on(move |_: Ticked| {
-            let count = Arc::clone(&count);
-            async move {
-                {
-                    let mut count = count.lock().unwrap();
-                    count.0 += 1;
-                    count.1 = std::cmp::max(count.0, count.1);
-                }
-                tokio::time::sleep(Duration::from_secs(1)).await;
-                count.lock().unwrap().0 -= 1;
-                Ok::<_, HandlerError>(())
-            }
-        })
-        .layer(ConcurrencyLimitLayer::new(2))
-        .build()
-        .unwrap();
-    let mut tx = outbox.begin().await.unwrap();
-    let events = [1, 2, 3, 4, 5].map(|n| Ticked { n });
-    tx.publish_all(&events).await.unwrap();
-    let began = tokio::time::Instant::now();
-    tx.commit().await.unwrap().settled().await;
-    assert_eq!(running.lock().unwrap().1, 2);
-    assert!(began.elapsed() >= Duration::from_secs(3));
-    assert_eq!(outbox.counters().processed, 5);
-}
+/// As the page of `outbox_core::middleware` has it.
+struct Timing(mpsc::UnboundedSender<(&'static str, Duration)>);
 
-/// Says when it is dropped.
-struct Dropped(tokio::sync::mpsc::UnboundedSender<()>);
-
-impl Drop for Dropped {
-    fn drop(&mut self) {
-        let _ = self.0.send(());
+impl Middleware for Timing {
+    async fn around(&self, delivery: &Delivery, next: Next<'_>) -> Result<Returned, RunError> {
+        let began = Instant::now();
+        let result = next.run().await;
+        let _ = self.0.send((delivery.event_name(), began.elapsed()));
+        result
     }
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_timeout_of_tower_drops_the_handler_and_is_a_retry() {
+async fn a_middleware_measures_what_a_handler_took() {
     let store = MemoryStore::new();
-    let (dropped, mut is_dropped) = tokio::sync::mpsc::unbounded_channel();
+    let (times, mut measured) = mpsc::unbounded_channel();
+    let (handler, _runs) = scripted(|_| Step::Take(Duration::from_secs(3)));
     let outbox = builder(&store)
-        .on(move |_: Ticked| {
-            let guard = Dropped(dropped.clone());
-            async move {
-                let _guard = guard;
-                std::future::pending::<Result<(), HandlerError>>().await
-            }
-        })
-        .layer(TimeoutLayer::new(Duration::from_secs(2)))
-        .build()
-        .unwrap();
-    let began = tokio::time::Instant::now();
-    let id = dispatch(&outbox, 1).await;
-    assert!(began.elapsed() < Duration::from_secs(3));
-    is_dropped.recv().await.unwrap();
-    let kept = outbox.find(id).await.unwrap().unwrap();
-    assert_eq!(kept.state, EventState::Failed);
-    assert_eq!(kept.last_error.as_deref(), Some("request timed out"));
-}
-
-#[tokio::test(start_paused = true)]
-async fn a_handlers_error_comes_through_layers_as_it_was() {
-    let store = MemoryStore::new();
-    let (handler, _runs) = scripted(|_| {
-        Step::Return(Err(HandlerError::retry_after(
-            Duration::from_secs(7),
-            "429",
-        )))
-    });
-    let (builder, mut outcomes) = settled(builder(&store));
-    let outbox = builder
         .on(handler)
-        .layer(TimeoutLayer::new(Duration::from_secs(2)))
-        .layer(ConcurrencyLimitLayer::new(1))
+        .middleware(Timing(times))
         .build()
         .unwrap();
     dispatch(&outbox, 1).await;
-    let expected = SettledResult::Retry {
-        after: Duration::from_secs(7),
-        error: "429".to_owned(),
-    };
-    assert_eq!(outcomes.recv().await.unwrap().result, expected);
+    let (event, took) = measured.recv().await.unwrap();
+    assert_eq!((event, took.as_secs()), ("ticked", 3));
+}
+
+/// As the page of `outbox_core::middleware` has it.
+struct TenPerSecond {
+    ticks: tokio::sync::Mutex<Interval>,
+}
+
+impl Middleware for TenPerSecond {
+    async fn around(&self, _: &Delivery, next: Next<'_>) -> Result<Returned, RunError> {
+        self.ticks.lock().await.tick().await;
+        next.run().await
+    }
+}
+
+/// Nothing ran for an hour: that is no allowance to run 36,000 at once.
+#[tokio::test(start_paused = true)]
+async fn a_rate_limit_holds_after_a_pause() {
+    let store = MemoryStore::new();
+    let (handler, _runs) = scripted(ok);
+    let mut ticks = interval(Duration::from_millis(100));
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let outbox = builder(&store)
+        .on(handler)
+        .middleware(TenPerSecond {
+            ticks: ticks.into(),
+        })
+        .build()
+        .unwrap();
+    dispatch(&outbox, 0).await;
+    tokio::time::advance(Duration::from_secs(3_600)).await;
+    let mut tx = outbox.begin().await.unwrap();
+    let events: Vec<_> = (1..=25).map(|n| Ticked { n }).collect();
+    tx.publish_all(&events).await.unwrap();
+    let began = Instant::now();
+    tx.commit().await.unwrap().settled().await;
+    assert!(began.elapsed() >= Duration::from_millis(2_400));
+    assert_eq!(outbox.counters().processed, 26);
+}
+
+/// Asks something else first, which is away.
+struct Asking;
+
+impl Middleware for Asking {
+    async fn around(&self, _: &Delivery, next: Next<'_>) -> Result<Returned, RunError> {
+        let tenant = Err(std::io::Error::other("the directory is away"));
+        tenant?;
+        next.run().await
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn any_error_in_a_middleware_is_a_retry() {
+    let store = MemoryStore::new();
+    let (handler, runs) = scripted(ok);
+    let outbox = builder(&store)
+        .on(handler)
+        .middleware(Asking)
+        .build()
+        .unwrap();
+    let id = dispatch(&outbox, 1).await;
+    let kept = outbox.find(id).await.unwrap().unwrap();
+    assert_eq!(kept.state, EventState::Failed);
+    assert_eq!(kept.last_error.as_deref(), Some("the directory is away"));
+    assert!(runs.is_empty());
 }

@@ -8,6 +8,7 @@ mod fan_out;
 mod hostile;
 mod inline;
 mod kit;
+mod layers;
 mod lease;
 mod log;
 mod middleware;
