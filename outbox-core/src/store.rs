@@ -145,6 +145,10 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// A row that is unsettled, held by somebody or not, is kept as `cancelled` for its retention,
     /// and its key for the key's, as those of a processed event are. Whoever held it finds its lease
     /// lost. What is settled or dead is left as it is.
+    ///
+    /// Rows that were [split](Self::split) from it are cancelled with it, also those that a split adds
+    /// while this waits for it; the answer is in progress if one of them was. The number of a part
+    /// that is not the first means that part alone.
     fn cancel(
         &self,
         connection: &mut Self::Connection,

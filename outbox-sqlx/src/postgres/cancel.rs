@@ -20,7 +20,7 @@ const DOING: &str = "cancel an event";
 const LOOKS: usize = 5;
 
 /// Cancels what is unsettled of the event `$1`: its row, and those that were split from it. Answers
-/// with their states before.
+/// with their states before, and whether they are parts.
 ///
 /// - One statement: the rows leave the hot table and arrive in the history, and the key learns of it,
 ///   at one moment.
@@ -49,7 +49,7 @@ const CANCEL: &str = "
         WHERE retention OPERATOR(pg_catalog.>) interval '0'
     ),
     answered AS ({key_cancelled})
-    SELECT state FROM gone
+    SELECT state, handler IS NOT NULL FROM gone
 ";
 
 /// What the state of an unsettled row is called.
@@ -140,10 +140,18 @@ pub(super) async fn cancel(
         }
     };
     let id = EventId::new(installation, watched.row);
+    let mut before = None;
     for _ in 0..LOOKS {
         let query = Query::new(&store.sql().cancel).bind(watched.row);
-        let cancelled = fetch(store, connection, query).await?;
-        if let Some(state) = before(&cancelled).map_err(|error| failed(DOING, error))? {
+        let rows = fetch(store, connection, query).await?;
+        let cancelled = cancelled(&rows).map_err(|error| failed(DOING, error))?;
+        before = earlier(before, &cancelled);
+        if cancelled.iter().any(|(_, is_part)| *is_part) {
+            // It may have waited for the split that made it one, and what that has added is not in
+            // its snapshot.
+            continue;
+        }
+        if let Some(state) = before {
             return Ok(Some(Existing {
                 id,
                 state,
@@ -171,17 +179,23 @@ pub(super) async fn cancel(
     ))
 }
 
-/// The state of an event of these parts: in progress if one of them is.
-fn before(rows: &[PgRow]) -> Result<Option<EventState>, sqlx::Error> {
-    let mut before = None;
-    for row in rows {
+fn cancelled(rows: &[PgRow]) -> Result<Vec<(EventState, bool)>, sqlx::Error> {
+    let row = |row: &PgRow| {
         let state: String = row.try_get(0)?;
         let state = EventState::parse(&state).ok_or_else(|| unreadable("an unknown state"))?;
-        if before.is_none() || state == EventState::InProgress {
-            before = Some(state);
-        }
-    }
-    Ok(before)
+        Ok((state, row.try_get(1)?))
+    };
+    rows.iter().map(row).collect()
+}
+
+/// The state of an event of which these were cancelled, too: in progress if one of them was.
+fn earlier(before: Option<EventState>, cancelled: &[(EventState, bool)]) -> Option<EventState> {
+    let mut states = before
+        .into_iter()
+        .chain(cancelled.iter().map(|(state, _)| *state));
+    let first = states.next()?;
+    let other = states.find(|state| *state == EventState::InProgress);
+    Some(other.unwrap_or(first))
 }
 
 async fn fetch(

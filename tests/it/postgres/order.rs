@@ -1,6 +1,6 @@
 //! Ordering keys: their locks, and what they cost.
 
-use outbox_core::store::{EventRef, Settled};
+use outbox_core::store::{EventRef, Settled, Split, SplitPart};
 
 use super::*;
 
@@ -197,6 +197,58 @@ async fn a_cancellation_waits_for_a_settlement_and_comes_too_late() {
     until_waiting(store.pool(), 1).await;
     store.commit(settling).await.unwrap();
     assert_eq!(cancelling.await.unwrap(), EventState::Processed);
+}
+
+/// In this order:
+///
+/// 1. A transaction has an event's row locked.
+/// 2. The event is to be split, and then to be cancelled. Both wait.
+/// 3. The transaction ends: the split adds a part that the waiting statement of the cancellation does
+///    not see. It is cancelled all the same.
+#[tokio::test]
+async fn a_cancellation_takes_the_parts_of_a_split_that_it_has_waited_for() {
+    let (_db, store) = installed().await;
+    let kept = NewEvent {
+        retention: MINUTE,
+        ..event()
+    };
+    let row = inserted(&publish(&store, &[kept]).await);
+    let lease = claim_one(&store).await.lease();
+    let mut locking = store.pool().begin().await.unwrap();
+    sqlx::query("SELECT FROM outbox.outbox_events WHERE id = $1 FOR UPDATE")
+        .bind(row)
+        .execute(&mut *locking)
+        .await
+        .unwrap();
+
+    let other = store.clone();
+    let splitting = tokio::spawn(async move {
+        let part = |handler| SplitPart {
+            handler,
+            max_attempts: None,
+            held: true,
+        };
+        let parts = vec![part("email"), part("ledger")];
+        other.split(&[Split { lease, parts }]).await.unwrap()
+    });
+    until_waiting(store.pool(), 1).await;
+    let other = store.clone();
+    let cancelling = tokio::spawn(async move {
+        let mut tx = other.begin().await.unwrap();
+        let found = other.cancel(&mut tx, &EventRef::Row(row)).await.unwrap();
+        other.commit(tx).await.unwrap();
+        found.unwrap().state
+    });
+    until_waiting(store.pool(), 2).await;
+    locking.rollback().await.unwrap();
+
+    let parts = splitting.await.unwrap().remove(0);
+    assert_eq!(parts.map(|parts| parts.len()), Some(2));
+    assert_eq!(cancelling.await.unwrap(), EventState::InProgress);
+    let left = "SELECT count(*) FROM outbox.outbox_events";
+    assert_eq!(number(store.pool(), left).await, 0);
+    let cancelled = "SELECT count(*) FROM outbox.outbox_events_history WHERE state = 'cancelled'";
+    assert_eq!(number(store.pool(), cancelled).await, 2);
 }
 
 /// Twenty thousand events behind a dead letter, in every state of the statistics: each is asked for

@@ -407,7 +407,10 @@ macro_rules! __store_contract_cases {
                 a_sweep_reports_rows_of_handlers_that_are_not_here
                 an_exhausted_part_is_swept_with_its_handler
                 a_key_waits_for_all_parts_of_an_event
-                a_part_can_be_given_back;
+                a_part_can_be_given_back
+                a_cancellation_is_of_all_parts
+                a_cancellation_leaves_parts_that_have_ended
+                a_part_can_be_cancelled_by_itself;
             pause:
                 a_paused_event_is_not_claimed
                 other_events_are_claimed

@@ -8,8 +8,8 @@ use crate::dead_letter::{DeadLetterFilter, DeadLetterScan};
 use crate::lease::HeldLease;
 use crate::outcome::DeadReason;
 use crate::store::{
-    ClaimRequest, Claimed, EventState, Insertion, KnownEvent, NewEvent, Settled, Split, SplitPart,
-    SplitRow, Store,
+    ClaimRequest, Claimed, EventRef, EventState, Existing, Insertion, KnownEvent, NewEvent,
+    Settled, Split, SplitPart, SplitRow, Store,
 };
 
 const EMAIL: &str = "email";
@@ -416,5 +416,54 @@ pub async fn a_part_can_be_given_back<H: Harness>(h: &H) {
     assert_eq!(
         (rows(&claimed), claimed[0].attempt),
         (vec![parts[1].row], count(1))
+    );
+}
+
+async fn cancel<H: Harness>(h: &H, row: i64) -> Option<Existing> {
+    let mut tx = h.store().begin().await.unwrap();
+    let found = h.store().cancel(&mut tx, &EventRef::Row(row)).await;
+    h.store().commit(tx).await.unwrap();
+    found.unwrap()
+}
+
+/// Whoever cancels an event means all of it: its parts are cancelled, held or not.
+pub async fn a_cancellation_is_of_all_parts<H: Harness>(h: &H) {
+    let parts = publish_and_split(h, keyed("k"), &[left(EMAIL), part(LEDGER)]).await;
+    let found = cancel(h, parts[0].row).await.unwrap();
+    assert_eq!(
+        (found.id.row(), found.state),
+        (parts[0].row, EventState::InProgress)
+    );
+    for lease in &parts {
+        assert_eq!(record(h, lease.row).await.state, EventState::Cancelled);
+    }
+    assert!(
+        rows_of(h, &[of(Some(EMAIL)), of(Some(LEDGER))])
+            .await
+            .is_empty()
+    );
+    assert_eq!(settle(h, parts[1], processed()).await, Settled::LeaseLost);
+    let again = cancel(h, parts[0].row).await.unwrap();
+    assert_eq!(again.state, EventState::Cancelled);
+}
+
+/// A part that has ended stays as it is, and the others are cancelled.
+pub async fn a_cancellation_leaves_parts_that_have_ended<H: Harness>(h: &H) {
+    let parts = publish_and_split(h, keyed("k"), &[part(EMAIL), left(LEDGER)]).await;
+    record_outcome(h, parts[0], processed()).await;
+    let found = cancel(h, parts[0].row).await.unwrap();
+    assert_eq!(found.state, EventState::Pending);
+    assert_eq!(record(h, parts[0].row).await.state, EventState::Processed);
+    assert_eq!(record(h, parts[1].row).await.state, EventState::Cancelled);
+}
+
+/// The id of a part means that part alone.
+pub async fn a_part_can_be_cancelled_by_itself<H: Harness>(h: &H) {
+    let parts = publish_and_split(h, event(), &[left(EMAIL), left(LEDGER)]).await;
+    let found = cancel(h, parts[1].row).await.unwrap();
+    assert_eq!(found.id.row(), parts[1].row);
+    assert_eq!(
+        rows_of(h, &[of(Some(EMAIL)), of(Some(LEDGER))]).await,
+        [parts[0].row]
     );
 }

@@ -191,17 +191,40 @@ impl MemoryConnection {
             }
             return Some(found);
         }
-        let mut found = match event {
-            EventRef::Row(row) => database.rows.get(row)?.existing(now),
-            EventRef::Key { name, key } => database.holder(name, key, now)?,
+        let (id, mut found) = match event {
+            EventRef::Row(row) => {
+                let found = database.rows.get(row).map(|row| row.existing(now));
+                (database.id(*row), found)
+            }
+            EventRef::Key { name, key } => {
+                let found = database.holder(name, key, now)?;
+                (found.id, Some(found))
+            }
         };
-        let number = found.id.row();
-        if self.cancelled.contains(&number) {
+        let is_cancelled = |row: i64| self.cancelled.contains(&row);
+        if let Some(found) = found.as_mut().filter(|_| is_cancelled(id.row())) {
             found.state = EventState::Cancelled;
-        } else if database.rows.get(&number).is_some_and(Row::is_unsettled) {
-            self.cancelled.push(number);
         }
-        Some(found)
+        let parts: Vec<(i64, EventState)> = database
+            .unsettled_rows_of(id)
+            .map(|row| (row.columns.id.row(), row.state(now)))
+            .filter(|(row, _)| !is_cancelled(*row))
+            .collect();
+        let Some((_, first)) = parts.first() else {
+            return found;
+        };
+        let in_progress = EventState::InProgress;
+        let state = match parts.iter().any(|(_, state)| *state == in_progress) {
+            true => in_progress,
+            false => *first,
+        };
+        self.cancelled.extend(parts.iter().map(|(row, _)| row));
+        Some(Existing {
+            id,
+            state,
+            output: None,
+            fingerprint: None,
+        })
     }
 
     /// Whether an event of this ordering key that is inserted now would be its first.

@@ -39,6 +39,14 @@ impl Database {
         Some(rows)
     }
 
+    /// What is unsettled of an event: its own row, and those that were split from it.
+    pub(super) fn unsettled_rows_of(&self, event: EventId) -> impl Iterator<Item = &Row> {
+        let rows = self.rows.values();
+        rows.filter(move |row| {
+            row.is_unsettled() && (row.columns.id == event || row.is_part_of(event))
+        })
+    }
+
     pub(super) fn set_paused(&mut self, pause: &PauseRef, paused: bool, now: SystemTime) -> bool {
         if !paused {
             return self.paused.remove(pause).is_some();
