@@ -59,8 +59,7 @@ impl<S: Store, Set> Outbox<S, Set> {
         tx: &mut S::Tx<'_>,
         event: EventId,
     ) -> Result<Cancellation, StoreError> {
-        let found = self.store().cancel(tx, &EventRef::Row(event.row())).await?;
-        let found = found.filter(|found| found.id == event);
+        let found = self.store().cancel(tx, &EventRef::Id(event)).await?;
         Ok(Cancellation::of(found.as_ref()))
     }
 
@@ -109,9 +108,7 @@ impl<S: Store, Set> OutboxTx<S, Set> {
     ///
     /// As [`Outbox::cancel`].
     pub async fn cancel(&mut self, event: EventId) -> Result<Cancellation, StoreError> {
-        let found = self.cancel_one(&EventRef::Row(event.row())).await?;
-        let found = found.filter(|found| found.id == event);
-        Ok(Cancellation::of(found.as_ref()))
+        self.cancel_one(&EventRef::Id(event)).await
     }
 
     /// Cancels the event of a type that holds a dedup key, as [`cancel`](Self::cancel) does.
@@ -127,17 +124,17 @@ impl<S: Store, Set> OutboxTx<S, Set> {
         &mut self,
         dedup_key: impl Into<String>,
     ) -> Result<Cancellation, StoreError> {
-        let event = by_key::<E>(dedup_key.into());
-        Ok(Cancellation::of(self.cancel_one(&event).await?.as_ref()))
+        self.cancel_one(&by_key::<E>(dedup_key.into())).await
     }
 
-    async fn cancel_one(&mut self, event: &EventRef) -> Result<Option<Existing>, StoreError> {
+    async fn cancel_one(&mut self, event: &EventRef) -> Result<Cancellation, StoreError> {
         let store = self.outbox().store().clone();
         let found = store.cancel(self.parts()?.0, event).await?;
-        if let Some(found) = &found {
-            self.count_cancelled(found.id);
+        let cancellation = Cancellation::of(found.as_ref());
+        if let Cancellation::Cancelled(id) | Cancellation::CancelledInProgress(id) = cancellation {
+            self.count_cancelled(id);
         }
-        Ok(found)
+        Ok(cancellation)
     }
 }
 

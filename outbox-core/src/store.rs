@@ -511,8 +511,8 @@ pub struct Existing {
 /// Says which event is meant.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum EventRef {
-    /// By its number.
-    Row(i64),
+    /// By its id. One of another database means no event here, although the number does.
+    Id(EventId),
     /// By its name and dedup key.
     Key {
         /// The event name.

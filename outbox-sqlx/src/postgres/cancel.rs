@@ -124,8 +124,9 @@ pub(super) async fn cancel(
 ) -> Result<Option<Existing>, StoreError> {
     let installation = store.installation_through(connection).await?;
     let watched = match event {
-        EventRef::Row(row) => Watched {
-            row: *row,
+        EventRef::Id(id) if id.installation() != installation => return Ok(None),
+        EventRef::Id(id) => Watched {
+            row: id.row(),
             key: None,
         },
         EventRef::Key { name, key } => {

@@ -4,7 +4,7 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use outbox_core::dead_letter::{DeadLetterFilter, DeadLetterScan};
-use outbox_core::event::{BehindDead, Priority};
+use outbox_core::event::{BehindDead, EventId, Priority};
 use outbox_core::lease::{HeldLease, LeaseToken};
 use outbox_core::outcome::{DeadReason, ErrorText, Outcome};
 use outbox_core::store::{
@@ -144,7 +144,8 @@ async fn through_every_statement(store: &PgStore, tx: &mut PgConnection) -> Resu
     };
     rows(store, tx, split::query(store, &[&whole]), 2).await?;
     record(store, tx, lease, Outcome::Expired).await?;
-    let cancelled = cancel::cancel(store, tx, &EventRef::Row(row)).await?;
+    let id = EventId::new(store.installation_through(tx).await?, row);
+    let cancelled = cancel::cancel(store, tx, &EventRef::Id(id)).await?;
     if cancelled.is_none_or(|found| found.state != EventState::Pending) {
         return Err(hidden());
     }

@@ -103,9 +103,14 @@ async fn cancel(
     statements: &Statements,
     event: &EventRef,
 ) -> Result<Option<Existing>, sqlx::Error> {
+    let uuid: String = sqlx::query_scalar(safe(&statements.installation))
+        .fetch_one(&mut *connection)
+        .await?;
+    let installation = installation(&uuid)?;
     let watched = match event {
-        EventRef::Row(row) => Watched {
-            row: *row,
+        EventRef::Id(id) if id.installation() != installation => return Ok(None),
+        EventRef::Id(id) => Watched {
+            row: id.row(),
             key: None,
         },
         EventRef::Key { name, key } => {
@@ -150,11 +155,8 @@ async fn cancel(
     {
         before = EventState::InProgress;
     }
-    let uuid: String = sqlx::query_scalar(safe(&statements.installation))
-        .fetch_one(&mut *connection)
-        .await?;
     Ok(Some(Existing {
-        id: EventId::new(installation(&uuid)?, watched.row),
+        id: EventId::new(installation, watched.row),
         state: before,
         output: None,
         fingerprint: None,

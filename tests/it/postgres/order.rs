@@ -12,6 +12,14 @@ fn ordered(key: &str) -> NewEvent {
     }
 }
 
+/// The first event that was inserted.
+fn event_ref(answers: &[Insertion]) -> EventRef {
+    match &answers[0] {
+        Insertion::Inserted(id) => EventRef::Id(*id),
+        other => panic!("{other:?}"),
+    }
+}
+
 /// Fifty publishers of one key, each with a business row in the same transaction: all commit, and
 /// the numbers of the events are in the order of the commits.
 ///
@@ -161,7 +169,7 @@ async fn a_hostile_search_path_changes_neither_order_nor_cancellation() {
         name: NAME.to_owned(),
         key: "d".to_owned(),
     };
-    for event in [EventRef::Row(inserted(&rows[..1])), by_key] {
+    for event in [event_ref(&rows), by_key] {
         let found = store.cancel(&mut tx, &event).await.unwrap().unwrap();
         assert_eq!(found.state, EventState::Pending);
         let again = store.cancel(&mut tx, &event).await.unwrap().unwrap();
@@ -179,7 +187,7 @@ async fn a_cancellation_waits_for_a_settlement_and_comes_too_late() {
         retention: MINUTE,
         ..event()
     };
-    let row = inserted(&publish(&store, &[kept]).await);
+    let event = event_ref(&publish(&store, &[kept]).await);
     let claimed = claim_one(&store).await;
     let mut settling = store.begin().await.unwrap();
     let answers = store
@@ -190,7 +198,7 @@ async fn a_cancellation_waits_for_a_settlement_and_comes_too_late() {
     let other = store.clone();
     let cancelling = tokio::spawn(async move {
         let mut tx = other.begin().await.unwrap();
-        let found = other.cancel(&mut tx, &EventRef::Row(row)).await.unwrap();
+        let found = other.cancel(&mut tx, &event).await.unwrap();
         other.commit(tx).await.unwrap();
         found.unwrap().state
     });
@@ -212,11 +220,11 @@ async fn a_cancellation_takes_the_parts_of_a_split_that_it_has_waited_for() {
         retention: MINUTE,
         ..event()
     };
-    let row = inserted(&publish(&store, &[kept]).await);
+    let event = event_ref(&publish(&store, &[kept]).await);
     let lease = claim_one(&store).await.lease();
     let mut locking = store.pool().begin().await.unwrap();
     sqlx::query("SELECT FROM outbox.outbox_events WHERE id = $1 FOR UPDATE")
-        .bind(row)
+        .bind(lease.row)
         .execute(&mut *locking)
         .await
         .unwrap();
@@ -235,7 +243,7 @@ async fn a_cancellation_takes_the_parts_of_a_split_that_it_has_waited_for() {
     let other = store.clone();
     let cancelling = tokio::spawn(async move {
         let mut tx = other.begin().await.unwrap();
-        let found = other.cancel(&mut tx, &EventRef::Row(row)).await.unwrap();
+        let found = other.cancel(&mut tx, &event).await.unwrap();
         other.commit(tx).await.unwrap();
         found.unwrap().state
     });

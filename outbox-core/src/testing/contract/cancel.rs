@@ -2,8 +2,11 @@
 
 use std::time::Duration;
 
+use uuid::Uuid;
+
 use super::Harness;
 use super::steps::*;
+use crate::event::EventId;
 use crate::outcome::DeadReason;
 use crate::store::{
     EventRef, EventState, Existing, Insertion, NewEvent, Renewal, Settled, Store, Watched,
@@ -31,7 +34,7 @@ async fn state<H: Harness>(h: &H, row: i64) -> EventState {
 pub async fn a_cancelled_event_is_not_claimed<H: Harness>(h: &H) {
     let rows = publish_all(h, &[event(), delayed(), event()]).await;
     for row in &rows[..2] {
-        let found = cancel(h, &EventRef::Row(*row)).await.unwrap();
+        let found = cancel(h, &by_row(h, *row).await).await.unwrap();
         assert_eq!((found.id.row(), found.state), (*row, EventState::Pending));
         assert_eq!(state(h, *row).await, EventState::Cancelled);
     }
@@ -42,7 +45,7 @@ pub async fn a_cancelled_event_is_not_claimed<H: Harness>(h: &H) {
 /// One that waits for its retry is cancelled as well.
 pub async fn a_failed_event_can_be_cancelled<H: Harness>(h: &H) {
     let row = publish_and_settle(h, event(), retry("no")).await;
-    let found = cancel(h, &EventRef::Row(row)).await.unwrap();
+    let found = cancel(h, &by_row(h, row).await).await.unwrap();
     assert_eq!(found.state, EventState::Failed);
     let kept = record(h, row).await;
     assert_eq!(kept.state, EventState::Cancelled);
@@ -60,7 +63,7 @@ pub async fn a_running_event_can_be_cancelled_and_its_outcome_is_refused<H: Harn
     ] {
         let row = publish(h, event()).await;
         let held = claim_one(h).await.lease();
-        let found = cancel(h, &EventRef::Row(row)).await.unwrap();
+        let found = cancel(h, &by_row(h, row).await).await.unwrap();
         assert_eq!(found.state, EventState::InProgress);
         let renewals = h.store().renew(&[held], HOUR).await.unwrap();
         assert_eq!(renewals, [Renewal::Lost]);
@@ -75,12 +78,9 @@ pub async fn a_running_event_can_be_cancelled_and_its_outcome_is_refused<H: Harn
 /// A cancellation lives and dies with its transaction.
 pub async fn a_cancellation_that_rolls_back_has_not_happened<H: Harness>(h: &H) {
     let row = publish(h, event()).await;
+    let event = by_row(h, row).await;
     let mut tx = h.store().begin().await.unwrap();
-    let found = h
-        .store()
-        .cancel(&mut tx, &EventRef::Row(row))
-        .await
-        .unwrap();
+    let found = h.store().cancel(&mut tx, &event).await.unwrap();
     assert!(found.is_some());
     h.store().rollback(tx).await.unwrap();
     assert_eq!(state(h, row).await, EventState::Pending);
@@ -104,9 +104,9 @@ pub async fn what_has_ended_is_not_cancelled<H: Harness>(h: &H) {
     let done = publish_and_settle(h, keyed("done"), processed_with("7")).await;
     let buried = bury(h, keyed("dead"), DeadReason::Permanent, "no").await;
     for (event, row, expected) in [
-        (EventRef::Row(done), done, EventState::Processed),
+        (by_row(h, done).await, done, EventState::Processed),
         (by_key("done"), done, EventState::Processed),
-        (EventRef::Row(buried), buried, EventState::DeadLetter),
+        (by_row(h, buried).await, buried, EventState::DeadLetter),
         (by_key("dead"), buried, EventState::DeadLetter),
     ] {
         let found = cancel(h, &event).await.unwrap();
@@ -119,12 +119,21 @@ pub async fn what_has_ended_is_not_cancelled<H: Harness>(h: &H) {
 pub async fn a_second_cancellation_is_told_of_the_first<H: Harness>(h: &H) {
     let row = publish(h, keyed("k")).await;
     cancel(h, &by_key("k")).await;
-    for event in [by_key("k"), EventRef::Row(row)] {
+    for event in [by_key("k"), by_row(h, row).await] {
         let found = cancel(h, &event).await.unwrap();
         assert_eq!((found.id.row(), found.state), (row, EventState::Cancelled));
     }
     assert_eq!(cancel(h, &by_key("nobody's")).await, None);
-    assert_eq!(cancel(h, &EventRef::Row(row + 1_000)).await, None);
+    assert_eq!(cancel(h, &by_row(h, row + 1_000).await).await, None);
+}
+
+/// Numbers repeat from database to database. An id of another one is nobody's here: it does not cancel
+/// the event that happens to have its number.
+pub async fn an_id_of_another_database_cancels_nothing<H: Harness>(h: &H) {
+    let row = publish(h, event()).await;
+    let elsewhere = EventId::new(Uuid::new_v4(), row);
+    assert_eq!(cancel(h, &EventRef::Id(elsewhere)).await, None);
+    assert_eq!(claim_up_to(h, 10).await, [row]);
 }
 
 /// P3: the key of a cancelled event lives on for its retention, so that a client's retry of the

@@ -375,6 +375,7 @@ macro_rules! __store_contract_cases {
                 a_transaction_can_cancel_its_own_event
                 what_has_ended_is_not_cancelled
                 a_second_cancellation_is_told_of_the_first
+                an_id_of_another_database_cancels_nothing
                 a_cancelled_events_key_lives_on
                 a_cancelled_event_is_purged_after_its_retention
                 watched_events_are_found_wherever_they_are;

@@ -8,8 +8,8 @@ use crate::dead_letter::{DeadLetterFilter, DeadLetterScan};
 use crate::lease::HeldLease;
 use crate::outcome::DeadReason;
 use crate::store::{
-    ClaimRequest, Claimed, EventRef, EventState, Existing, Insertion, KnownEvent, NewEvent,
-    Settled, Split, SplitPart, SplitRow, Store,
+    ClaimRequest, Claimed, EventState, Existing, Insertion, KnownEvent, NewEvent, Settled, Split,
+    SplitPart, SplitRow, Store,
 };
 
 const EMAIL: &str = "email";
@@ -420,8 +420,9 @@ pub async fn a_part_can_be_given_back<H: Harness>(h: &H) {
 }
 
 async fn cancel<H: Harness>(h: &H, row: i64) -> Option<Existing> {
+    let event = by_row(h, row).await;
     let mut tx = h.store().begin().await.unwrap();
-    let found = h.store().cancel(&mut tx, &EventRef::Row(row)).await;
+    let found = h.store().cancel(&mut tx, &event).await;
     h.store().commit(tx).await.unwrap();
     found.unwrap()
 }

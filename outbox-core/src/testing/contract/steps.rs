@@ -330,14 +330,20 @@ async fn change_dead_letter<H: Harness>(h: &H, row: i64, change: DeadLetterChang
     assert_eq!(changed.rows, [row]);
 }
 
+/// The event of this row number.
+pub(super) async fn by_row<H: Harness>(h: &H, row: i64) -> EventRef {
+    let mut tx = h.store().begin().await.unwrap();
+    let answers = h.store().insert(&mut tx, &[event()]).await.unwrap();
+    h.store().rollback(tx).await.unwrap();
+    let other = inserted(&answers[0]);
+    EventRef::Id(EventId::new(other.installation(), row))
+}
+
 /// Cancels an unsettled event, in a transaction of its own.
 pub(super) async fn cancel_row<H: Harness>(h: &H, row: i64) {
+    let event = by_row(h, row).await;
     let mut tx = h.store().begin().await.unwrap();
-    let found = h
-        .store()
-        .cancel(&mut tx, &EventRef::Row(row))
-        .await
-        .unwrap();
+    let found = h.store().cancel(&mut tx, &event).await.unwrap();
     h.store().commit(tx).await.unwrap();
     assert_eq!(found.map(|found| found.id.row()), Some(row));
 }

@@ -192,9 +192,10 @@ impl MemoryConnection {
             return Some(found);
         }
         let (id, mut found) = match event {
-            EventRef::Row(row) => {
-                let found = database.rows.get(row).map(|row| row.existing(now));
-                (database.id(*row), found)
+            EventRef::Id(id) => {
+                let row = database.rows.get(&id.row());
+                let row = row.filter(|row| row.columns.id == *id);
+                (*id, row.map(|row| row.existing(now)))
             }
             EventRef::Key { name, key } => {
                 let found = database.holder(name, key, now)?;

@@ -84,11 +84,7 @@ impl Database {
     /// The next number. It is used up even if its transaction rolls back, as a sequence's is.
     pub(super) fn next_id(&mut self) -> EventId {
         self.last_number += 1;
-        self.id(self.last_number)
-    }
-
-    pub(super) fn id(&self, number: i64) -> EventId {
-        EventId::new(self.installation, number)
+        EventId::new(self.installation, self.last_number)
     }
 
     pub(super) fn add(&mut self, row: Row, now: SystemTime) {

@@ -87,7 +87,7 @@ impl Row {
 
     pub(super) fn is(&self, event: &EventRef) -> bool {
         match event {
-            EventRef::Row(row) => self.columns.id.row() == *row,
+            EventRef::Id(id) => self.columns.id == *id,
             EventRef::Key { name, key } => {
                 self.columns.name == *name && self.columns.dedup_key.as_deref() == Some(key)
             }
