@@ -559,6 +559,16 @@ impl<S: Store, Set> Outbox<S, Set> {
         }
     }
 
+    /// Lets runs in this process hear soon that their events were cancelled.
+    pub(crate) fn tell_cancelled(&self, rows: &[i64]) {
+        // Without a background nothing runs.
+        if let Some(engine) = self.inner.engine.get()
+            && !rows.is_empty()
+        {
+            engine.shared.held.renew_now(rows);
+        }
+    }
+
     /// Whether a shutdown has begun.
     pub(crate) fn is_stopping(&self) -> bool {
         let engine = self.inner.engine.get();

@@ -33,7 +33,7 @@ pub struct OutboxTx<S: Store, Set = AnyEvent> {
     published: usize,
     /// How many of them nobody has to dispatch any more.
     settled: usize,
-    /// Rows that it cancels, as far as it knows.
+    /// Rows that it cancels.
     cancelled: Vec<i64>,
     /// What is to be recorded of rows whose dispatch before the commit was dropped.
     abandoned: Vec<Settlement>,
@@ -160,9 +160,7 @@ impl<S: Store, Set> OutboxTx<S, Set> {
         if for_relays || !self.cancelled.is_empty() {
             self.outbox.wake();
         }
-        if let Ok(engine) = self.outbox.engine() {
-            engine.shared.held.renew_now(&self.cancelled);
-        }
+        self.outbox.tell_cancelled(&self.cancelled);
         // Every path but this one has given it away already.
         self.dispatching.take().ok_or_else(no_answer)
     }

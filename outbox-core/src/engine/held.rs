@@ -130,16 +130,18 @@ impl Held {
         *renew_at = renewal_after(sent_at, lease);
     }
 
-    /// Has the leases of these rows extended at the next turn: that is how a run hears that its event
-    /// is not this process's any more.
+    /// Has the leases of these rows, and of those that were split from them, extended at the next turn:
+    /// that is how a run hears that its event is not this process's any more.
     pub(crate) fn renew_now(&self, rows: &[i64]) {
-        if rows.is_empty() {
-            return;
-        }
         let now = Instant::now();
         for (lease, state) in self.lock().iter_mut() {
             if let State::Running(running) = state
-                && rows.contains(&lease.row)
+                && (rows.contains(&lease.row)
+                    || running
+                        .run
+                        .about
+                        .origin
+                        .is_some_and(|row| rows.contains(&row)))
             {
                 running.renew_at = now;
             }
@@ -273,6 +275,7 @@ mod tests {
         let about = About {
             id: crate::EventId::new(uuid::Uuid::nil(), 1),
             name: "ping".into(),
+            origin: None,
             handler: None,
             attempt: NonZeroU32::MIN,
             max_attempts: NonZeroU32::MIN,

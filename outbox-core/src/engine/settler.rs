@@ -38,6 +38,8 @@ const REFUSALS_MAX: u32 = 3;
 #[derive(Clone, Debug)]
 pub(crate) struct About {
     pub(crate) id: EventId,
+    /// The number of the row that it was split from.
+    pub(crate) origin: Option<i64>,
     pub(crate) name: Arc<str>,
     pub(crate) handler: Option<Arc<str>>,
     pub(crate) attempt: NonZeroU32,
@@ -50,6 +52,7 @@ impl About {
     pub(crate) fn exhausted(row: &Exhausted) -> Self {
         Self {
             id: row.id,
+            origin: row.origin,
             name: row.name.as_str().into(),
             handler: row.handler.as_deref().map(Arc::from),
             attempt: row.attempt,
@@ -62,6 +65,7 @@ impl About {
     pub(crate) fn claimed(claimed: &Claimed) -> Self {
         Self {
             id: claimed.id,
+            origin: claimed.origin,
             name: claimed.name.as_str().into(),
             handler: claimed.handler.as_deref().map(Arc::from),
             attempt: claimed.attempt,

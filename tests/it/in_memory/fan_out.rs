@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use outbox_core::testing::{MemoryStore, Operation};
 use outbox_core::{
-    CircuitBreaker, DeadLetterFilter, DeadReason, Delivery, EventId, EventState, Handler,
-    HandlerError, HandlerOptions, Outbox, Progress, SettledResult, Store, StoreErrorKind,
+    Cancellation, CircuitBreaker, DeadLetterFilter, DeadReason, Delivery, EventId, EventState,
+    Handler, HandlerError, HandlerOptions, Outbox, Progress, SettledResult, Store, StoreErrorKind,
     Uncommitted,
 };
 use tokio::sync::{Semaphore, mpsc};
@@ -558,4 +558,28 @@ async fn another_processs_handler_is_left_to_it() {
     };
     let claimed = store.claim(&request).await.unwrap();
     assert_eq!(claimed[0].id, id);
+}
+
+/// Its lease would be extended for the first time after 20 seconds.
+#[tokio::test(start_paused = true)]
+async fn every_handler_of_this_process_hears_soon_that_its_event_was_cancelled() {
+    let store = MemoryStore::new();
+    let hangs = |_: &Run| Step::Hang;
+    let (builder, mut email, mut ledger) = two(&store, hangs, hangs);
+    let outbox = builder.build().unwrap();
+    let id = publish_for_relays(&outbox, &Ticked { n: 1 }).await;
+    outbox.dispatch([id]).unwrap();
+    let runs = [email.recv().await.unwrap(), ledger.recv().await.unwrap()];
+
+    let began = tokio::time::Instant::now();
+    let mut tx = outbox.begin().await.unwrap();
+    let found = tx.cancel(id).await.unwrap();
+    assert_eq!(found, Cancellation::CancelledInProgress(id));
+    tx.commit().await.unwrap();
+    for run in runs {
+        run.delivery.cancelled().cancelled().await;
+    }
+    assert!(began.elapsed() < Duration::from_secs(6));
+    let states: Vec<_> = store.records().iter().map(|record| record.state).collect();
+    assert_eq!(states, [EventState::Cancelled; 2]);
 }
