@@ -133,22 +133,13 @@ impl<S: Store> Shared<S> {
             self.release(lease, waiter);
             return;
         }
-        if claimed.expired {
-            // Nothing runs, so nothing is held: were this process to die here, the lease would end
-            // and the next claim find it expired again.
-            self.end(Ending::Settle {
-                lease,
-                about: About::claimed(&claimed),
-                outcome: Outcome::Expired,
-                at: Instant::now(),
-                waiter,
-            });
-            return;
-        }
-        let Some(entered) = entry.lane.enter() else {
-            // It had room when the event was claimed.
-            self.release(lease, waiter);
-            return;
+        let entered = match claimed.expired {
+            true => None,
+            false => match entry.lane.enter() {
+                Some(entered) => Some(entered),
+                // It had room when the event was claimed.
+                None => return self.release(lease, waiter),
+            },
         };
         // From what is left of it, because a row is born with a shorter lease than a claim gives.
         let now = Instant::now();
@@ -172,6 +163,10 @@ impl<S: Store> Shared<S> {
                 slot,
             },
         );
+        let Some(entered) = entered else {
+            self.expire(lease);
+            return;
+        };
         let entry = Arc::clone(entry);
         let unfinished = Unfinished {
             shared: Arc::clone(self),
@@ -203,6 +198,20 @@ impl<S: Store> Shared<S> {
                 shared.finish(lease, finding);
             }
         });
+    }
+
+    /// Ends what nobody is to run any more. It was held until here, so that a backlog of it takes no
+    /// more slots than runs do, and its outcome is tried again for as long.
+    fn expire(&self, lease: HeldLease) {
+        if let Some(run) = self.held.end_run(lease) {
+            self.end(Ending::Settle {
+                lease,
+                about: run.about,
+                outcome: Outcome::Expired,
+                at: Instant::now(),
+                waiter: run.waiter,
+            });
+        }
     }
 
     /// Ends a run with its result, unless somebody else has ended it before.

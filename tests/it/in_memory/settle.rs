@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use outbox_core::testing::{MemoryStore, Operation};
-use outbox_core::{EventState, HandlerError, StoreErrorKind};
+use outbox_core::{DeadReason, EventState, HandlerError, PublishOptions, StoreErrorKind};
 
 use super::builder;
 use crate::events::{OrderPaid, Step, Ticked, publish_for_relays, scripted, settled};
@@ -80,6 +80,59 @@ async fn an_outcome_is_stored_once_the_database_answers_and_its_handler_runs_onc
     assert_eq!(store.calls(Operation::Settle), 6);
     assert_eq!(runs.recv().await.unwrap().delivery.attempt().get(), 1);
     assert!(runs.try_recv().is_err());
+}
+
+/// Nothing runs, and it is held all the same: its outcome is tried again.
+#[tokio::test(start_paused = true)]
+async fn that_an_event_has_expired_is_stored_once_the_database_answers() {
+    let store = MemoryStore::new();
+    let (handler, runs) = scripted(|_| Step::Return(Ok(())));
+    let outbox = builder(&store).on(handler).build().unwrap();
+    let options = PublishOptions::new().expires_in(Duration::from_secs(60));
+    let mut tx = outbox_core::Store::begin(&store).await.unwrap();
+    let event = Ticked { n: 1 };
+    let expired = outbox.publish_with(&mut tx, &event, &options).await;
+    let expired = expired.unwrap().event_id();
+    outbox_core::Store::commit(&store, tx).await.unwrap();
+    store.expire(expired.row());
+    store.fail_next(Operation::Settle, StoreErrorKind::Conflict, 5);
+    outbox.dispatch([expired]).unwrap().settled().await;
+
+    let record = outbox.find(expired).await.unwrap().unwrap();
+    assert_eq!(record.dead_reason, Some(DeadReason::Expired));
+    assert_eq!(record.attempts, 0);
+    assert_eq!(outbox.counters().unrecorded, 0);
+    assert!(runs.is_empty());
+}
+
+/// A backlog that has expired takes no more memory than one that runs: a process holds 10,000 events
+/// until their outcome is stored, and no more.
+#[tokio::test(start_paused = true)]
+async fn no_more_expired_events_are_claimed_than_can_be_held() {
+    let store = MemoryStore::new();
+    let (handler, _runs) = scripted(|_| Step::Return(Ok(())));
+    let (builder, mut outcomes) = settled(builder(&store).on(handler));
+    let outbox = builder.build().unwrap();
+    let options = PublishOptions::new().expires_in(Duration::from_secs(60));
+    let mut tx = outbox_core::Store::begin(&store).await.unwrap();
+    for n in 0..11_000 {
+        let published = outbox.publish_with(&mut tx, &Ticked { n }, &options).await;
+        published.unwrap();
+    }
+    outbox_core::Store::commit(&store, tx).await.unwrap();
+    store.advance(Duration::from_secs(60));
+    let settling = store.hold(Operation::Settle);
+    let relay = outbox.relay().concurrency(1_000).batch(1_000);
+    let relay = relay.start().await.unwrap();
+    settling.arrived(1).await;
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    assert_eq!(outbox.counters().claimed, 10_000);
+    drop(settling);
+    for _ in 0..11_000 {
+        outcomes.recv().await.unwrap();
+    }
+    relay.shutdown(Duration::from_secs(1)).await.unwrap();
+    assert_eq!(outbox.counters().dead, 11_000);
 }
 
 #[tokio::test(start_paused = true)]
