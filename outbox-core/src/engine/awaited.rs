@@ -4,11 +4,12 @@
 //! about all of them, at a pace that slows down: a hundred callers that wait for one event cost what
 //! one does.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::{Notify, oneshot};
+use tokio::time::Instant;
 
 use crate::engine::{Shared, wait};
 use crate::outcome::{ErrorText, Outcome};
@@ -28,15 +29,24 @@ type Answer = Result<Ended, StoreError>;
 /// Bounded by its callers: each of them waits in a future of its own.
 #[derive(Debug, Default)]
 pub(crate) struct Awaited {
-    waiting: Mutex<HashMap<Watched, Vec<oneshot::Sender<Answer>>>>,
+    /// By row, because each settlement of this process looks for its own.
+    waiting: Mutex<HashMap<i64, Vec<Waiter>>>,
     added: Notify,
+}
+
+#[derive(Debug)]
+struct Waiter {
+    event: Watched,
+    answer: oneshot::Sender<Answer>,
 }
 
 impl Awaited {
     /// Comes back with how the event ended once it has. An error means that the outbox has closed.
     pub(crate) fn add(&self, event: Watched) -> oneshot::Receiver<Answer> {
-        let (sender, receiver) = oneshot::channel();
-        self.lock().entry(event).or_default().push(sender);
+        let (answer, receiver) = oneshot::channel();
+        let row = event.row;
+        let waiter = Waiter { event, answer };
+        self.lock().entry(row).or_default().push(waiter);
         self.added.notify_one();
         receiver
     }
@@ -49,37 +59,39 @@ impl Awaited {
             Outcome::Discarded { .. } => (EventState::Discarded, None),
             Outcome::Retry { .. } => return,
         };
-        let mut waiting = self.lock();
-        if waiting.is_empty() {
-            return;
-        }
-        let events: Vec<Watched> = waiting.keys().filter(|e| e.row == row).cloned().collect();
-        for event in events {
-            for sender in waiting.remove(&event).unwrap_or_default() {
-                // Whoever asked may have given up waiting.
-                let _ = sender.send(Ok(Some(ended.clone())));
-            }
+        let waiters = self.lock().remove(&row);
+        for waiter in waiters.unwrap_or_default() {
+            // Whoever asked may have given up waiting.
+            let _ = waiter.answer.send(Ok(Some(ended.clone())));
         }
     }
 
     /// The events that somebody still waits for.
     fn events(&self) -> Vec<Watched> {
-        let mut waiting = self.lock();
-        waiting.retain(|_, senders| {
-            senders.retain(|sender| !sender.is_closed());
-            !senders.is_empty()
+        let mut events = HashSet::new();
+        self.lock().retain(|_, waiters| {
+            waiters.retain(|waiter| !waiter.answer.is_closed());
+            events.extend(waiters.iter().map(|waiter| waiter.event.clone()));
+            !waiters.is_empty()
         });
-        waiting.keys().cloned().collect()
+        events.into_iter().collect()
     }
 
     fn answer(&self, event: &Watched, answer: impl Fn() -> Answer) {
-        for sender in self.lock().remove(event).unwrap_or_default() {
+        let mut waiting = self.lock();
+        let Some(waiters) = waiting.get_mut(&event.row) else {
+            return;
+        };
+        for waiter in waiters.extract_if(.., |waiter| waiter.event == *event) {
             // Whoever asked may have given up waiting.
-            let _ = sender.send(answer());
+            let _ = waiter.answer.send(answer());
+        }
+        if waiters.is_empty() {
+            waiting.remove(&event.row);
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<Watched, Vec<oneshot::Sender<Answer>>>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<i64, Vec<Waiter>>> {
         // Nothing that runs under this lock panics; were it to, the table is still consistent.
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -87,27 +99,34 @@ impl Awaited {
 
 /// Asks until the outbox closes.
 pub(crate) async fn run<S: Store>(shared: Arc<Shared<S>>) {
+    let mut pause = wait::Pause::new(ASK_FIRST, ASK_AT_LEAST);
+    // Somebody may wait already, if this was started again.
+    let mut ask_at = Some(Instant::now());
     loop {
         tokio::select! {
             () = shared.closing.cancelled() => return,
-            () = shared.awaited.added.notified() => {}
-        }
-        let mut pause = wait::Pause::new(ASK_FIRST, ASK_AT_LEAST);
-        loop {
-            let events = shared.awaited.events();
-            if events.is_empty() {
-                break;
+            // Its end may be there already. Not sooner than after the first pause, however many come:
+            // each question is about all that are waited for.
+            () = shared.awaited.added.notified() => {
+                pause.reset();
+                let soon = Instant::now() + pause.next();
+                ask_at = Some(ask_at.map_or(soon, |at| std::cmp::min(at, soon)));
             }
-            for batch in events.chunks(BATCH_MAX) {
-                ask(&shared, batch).await;
-            }
-            tokio::select! {
-                () = shared.closing.cancelled() => return,
-                () = tokio::time::sleep(pause.next()) => {}
-                // Its end may be there already.
-                () = shared.awaited.added.notified() => pause.reset(),
+            () = until(ask_at) => {
+                let events = shared.awaited.events();
+                for batch in events.chunks(BATCH_MAX) {
+                    ask(&shared, batch).await;
+                }
+                ask_at = (!events.is_empty()).then(|| Instant::now() + pause.next());
             }
         }
+    }
+}
+
+async fn until(at: Option<Instant>) {
+    match at {
+        Some(at) => tokio::time::sleep_until(at).await,
+        None => std::future::pending().await,
     }
 }
 

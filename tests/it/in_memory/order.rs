@@ -170,6 +170,24 @@ async fn callers_that_wait_share_their_question() {
     assert!(store.calls(Operation::LookUp) <= asked + 1);
 }
 
+/// A thousand callers a second do not make it a thousand questions, each about all of them.
+#[tokio::test(start_paused = true)]
+async fn callers_that_keep_coming_do_not_make_it_ask_more_often() {
+    let store = MemoryStore::new();
+    let outbox = builder(&store).build().unwrap();
+    let mut tx = outbox.begin().await.unwrap();
+    let published = tx.publish(&OrderPaid { order: 7 }).await.unwrap();
+    tx.commit().await.unwrap();
+    let mut waits = tokio::task::JoinSet::new();
+    for _ in 0..1_000 {
+        let (outbox, published) = (outbox.clone(), published.clone());
+        waits.spawn(async move { outbox.wait_for(&published).await });
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    let asked = store.calls(Operation::LookUp);
+    assert!((90..=200).contains(&asked), "every 5 to 10 ms: {asked}");
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_wait_outlasts_an_outage_and_ends_with_what_waiting_does_not_mend() {
     let store = MemoryStore::new();
