@@ -18,6 +18,10 @@ const CHEAP: Duration = Duration::from_millis(20);
 /// twentieth of the relay's time and of the database's.
 const REST: u32 = 19;
 
+/// But no longer than this. What took long may have been a database that did not answer; and a
+/// transaction that commits late has a row below the mark, which waits for this look.
+const REST_MAX: Duration = Duration::from_secs(10);
+
 /// The marks of one relay.
 #[derive(Debug)]
 pub(crate) struct Marks {
@@ -75,7 +79,7 @@ impl Marks {
         if look.full {
             self.full_look_at = Instant::now() + FULL_LOOK_EVERY;
             if took > CHEAP {
-                self.rested_at = Instant::now() + took * REST;
+                self.rested_at = Instant::now() + std::cmp::min(took * REST, REST_MAX);
             }
             self.more_below = full_batch
                 && claimed
@@ -178,6 +182,16 @@ mod tests {
         tokio::time::advance(FULL_LOOK_EVERY).await;
         assert!(!marks.look().full);
         tokio::time::advance(long * REST - FULL_LOOK_EVERY).await;
+        assert!(marks.look().full);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_database_that_hung_does_not_put_off_the_next_look_for_minutes() {
+        let mut marks = Marks::new();
+        let hung = Duration::from_secs(60);
+        marks.learn(marks.look(), &[claimed(7), claimed(8)], 2, hung);
+        assert!(!marks.look().full);
+        tokio::time::advance(REST_MAX).await;
         assert!(marks.look().full);
     }
 
