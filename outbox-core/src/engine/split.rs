@@ -4,6 +4,7 @@
 //! A run of several handlers on one row would have to end as one: a handler that fails would make
 //! the others run again, and one that kills the process would do so with each attempt.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use tokio::sync::OwnedSemaphorePermit;
@@ -14,7 +15,7 @@ use crate::engine::{Shared, Start};
 use crate::event::EventId;
 use crate::lane::Room;
 use crate::outcome::ErrorText;
-use crate::registry::EventHandlers;
+use crate::registry::{EventHandlers, HandlerKey};
 use crate::store::{Claimed, Split, SplitPart, SplitRow, Store};
 
 /// A permit to run, which bounds the handlers that run at once, and a slot to hold what runs, which
@@ -41,10 +42,11 @@ pub(crate) async fn start_all<S: Store>(
 ) -> bool {
     let mut left = false;
     let mut splitting = Vec::new();
+    let mut planned = HashMap::new();
     for start in starts {
         match handlers_to_split_for(shared, &start.claimed) {
             Some(handlers) => {
-                let (planned, lacking) = plan(start, &handlers, &mut more);
+                let (planned, lacking) = plan(start, &handlers, &mut planned, &mut more);
                 left |= lacking;
                 splitting.push(planned);
             }
@@ -73,10 +75,12 @@ fn handlers_to_split_for<S: Store>(
     handlers.unnamed().is_none().then(|| Arc::clone(handlers))
 }
 
-/// Finds a place for each part whose handler has room, and says whether one was lacking.
+/// Finds a place for each part whose handler has room, and says whether one was lacking. `planned` is
+/// how many of each handler have been found one by then.
 fn plan(
     start: Start,
     handlers: &EventHandlers,
+    planned: &mut HashMap<HandlerKey, usize>,
     mut more: impl FnMut() -> Option<Place>,
 ) -> (Splitting, bool) {
     let mut own = Some(start.place);
@@ -84,8 +88,13 @@ fn plan(
     let mut lacking = false;
     let mut parts = Vec::new();
     for entry in handlers.all() {
-        let has_room = entry.lane.room() != Room::Only(0);
+        let planned = planned.entry(entry.key()).or_default();
+        let has_room = match entry.lane.room() {
+            Room::Any => true,
+            Room::Only(room) => *planned < room,
+        };
         let place = has_room.then(|| own.take().or_else(&mut more)).flatten();
+        *planned += usize::from(place.is_some());
         lacking |= has_room && place.is_none();
         parts.extend(entry.handler.map(|handler| SplitPart {
             handler,

@@ -583,3 +583,33 @@ async fn every_handler_of_this_process_hears_soon_that_its_event_was_cancelled()
     let states: Vec<_> = store.records().iter().map(|record| record.state).collect();
     assert_eq!(states, [EventState::Cancelled; 2]);
 }
+
+/// Ten events are split at once, and one handler can run one of them: the parts of the other nine are
+/// not taken to be given back.
+#[tokio::test(start_paused = true)]
+async fn no_more_parts_are_held_than_their_handler_has_room_for() {
+    let store = MemoryStore::new();
+    let (email, mut runs) = scripted(ok);
+    let (ledger, _runs) = scripted(ok);
+    let outbox = builder(&store)
+        .on_with(HandlerOptions::named("email").concurrency(1), email)
+        .on_named("ledger", ledger)
+        .build()
+        .unwrap();
+    for n in 0..10 {
+        publish_for_relays(&outbox, &Ticked { n }).await;
+    }
+    let relay = outbox
+        .relay()
+        .concurrency(100)
+        .batch(10)
+        .start()
+        .await
+        .unwrap();
+    for _ in 0..10 {
+        runs.recv().await.unwrap();
+    }
+    relay.shutdown(Duration::from_secs(1)).await.unwrap();
+    assert_eq!(outbox.counters().processed, 20);
+    assert_eq!(outbox.counters().released, 0);
+}
