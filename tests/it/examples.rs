@@ -178,6 +178,25 @@ fn check_webhooks(lines: &[String]) {
     );
 }
 
+/// Runs an example on SQLite, and checks what it says after its first line.
+pub(crate) async fn tells_on_sqlite(name: &str, story: &[&str]) {
+    let lines = run(&mut example(name).await).await;
+    assert_eq!(lines[0], "An outbox in a new SQLite file.");
+    assert_eq!(lines[1..], *story);
+}
+
+/// As [`tells_on_sqlite`], on PostgreSQL, where the example leaves nothing behind.
+pub(crate) async fn tells_on_postgresql(name: &str, story: &[&str]) {
+    let db = PgDb::empty().await;
+    let lines = run(example(name).await.env("DATABASE_URL", db.url())).await;
+    assert_eq!(
+        lines[0],
+        "An outbox in a new schema of a PostgreSQL database."
+    );
+    assert_eq!(lines[1..], *story);
+    assert_eq!(schemas(&db).await, ["public"]);
+}
+
 /// The schemas of a database but for PostgreSQL's own.
 pub(crate) async fn schemas(db: &PgDb) -> Vec<String> {
     let sql = "SELECT nspname::text FROM pg_namespace WHERE nspname !~ '^pg_|^information_schema$'";
