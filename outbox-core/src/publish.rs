@@ -109,8 +109,10 @@ pub enum Published<E: OutboxEvent> {
     ///
     /// A client that sends another request under an old idempotency key is told so (the draft of
     /// the IETF on the `Idempotency-Key` header suggests 422). Told apart by a fingerprint of the
-    /// payload, in which the order of fields does not count. Events of two versions of a type are
-    /// not compared. A field that differs with every publish, such as the time, belongs in a header.
+    /// payload, in which the order of fields does not count, and that of the items of an array does:
+    /// a `HashSet` is written in another order each time, so a field of it makes every retry look
+    /// like another payload, and a `BTreeSet` does not. Events of two versions of a type are not
+    /// compared. A field that differs with every publish, such as the time, belongs in a header.
     KeyReused(Duplicate<E>),
 }
 
