@@ -80,15 +80,17 @@ const CLAIMABLE: &str = "attempts < max_attempts AND {lease_is_free}
         WHEN version = 1 THEN {lane} = ANY ($4)
         ELSE version <= ($5::integer[])[array_position($4, {lane})]
     END
-    AND name <> ALL ({paused_lanes}) AND {lane} <> ALL ({paused_lanes})
+    AND name || '/' <> ALL ({paused_lanes}) AND {lane} <> ALL ({paused_lanes})
     AND (ordering_key IS NULL OR NOT {is_blocked})";
 
-/// Whose a row is: an event's, or one handler's of it. No name has a slash in it.
-const LANE: &str = "coalesce(candidate.name || '/' || candidate.handler, candidate.name)";
+/// Whose a row is: an event's, or one handler's of it.
+///
+/// - With the slash in either case: a row that somebody has written under the name `a/b` is not one of
+///   the handler `b` of `a`. No name of ours has a slash in it.
+const LANE: &str = "(candidate.name || '/' || coalesce(candidate.handler, ''))";
 
 /// The lanes that are paused. Read once per statement, whatever the number of rows.
-const PAUSED_LANES: &str =
-    "ARRAY(SELECT CASE handler WHEN '' THEN name ELSE name || '/' || handler END FROM {paused})";
+const PAUSED_LANES: &str = "ARRAY(SELECT name || '/' || handler FROM {paused})";
 
 /// Whether the row `candidate`, which has an ordering key, waits for an earlier one of its key.
 ///
@@ -353,10 +355,7 @@ fn taker(sql: &std::sync::Arc<str>, request: &ClaimRequest<'_>) -> Query {
 
 /// As `LANE` has it.
 fn lane(event: &KnownEvent) -> String {
-    match event.handler {
-        Some(handler) => format!("{}/{handler}", event.name),
-        None => event.name.to_owned(),
-    }
+    format!("{}/{}", event.name, event.handler.unwrap_or_default())
 }
 
 /// As [`claim`], in a chunk of a pass.

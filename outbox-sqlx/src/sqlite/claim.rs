@@ -167,8 +167,11 @@ pub(super) fn known(parameter: u8) -> String {
     )
 }
 
-/// Whose a row is. Without a handler the sum is NULL.
-const LANE: &str = "coalesce(name || '/' || handler, name)";
+/// Whose a row is.
+///
+/// - With the slash in either case: a row that somebody has written under the name `a/b` is not one of
+///   the handler `b` of `a`. No name of ours has a slash in it.
+const LANE: &str = "(name || '/' || coalesce(handler, ''))";
 
 /// What a claim writes.
 ///

@@ -144,14 +144,10 @@ pub(super) fn leases_json<'a>(leases: impl IntoIterator<Item = &'a HeldLease>) -
     Value::from(leases).to_string()
 }
 
-/// What a process handles, as one parameter: `{"order.paid": 3, "order.paid/email": 3, ..}`. No name
-/// has a slash in it.
+/// What a process handles, as one parameter: `{"order.paid/": 3, "order.paid/email": 3, ..}`.
 pub(super) fn known_json(events: &[KnownEvent]) -> String {
     let newest = events.iter().map(|event| {
-        let lane = match event.handler {
-            Some(handler) => format!("{}/{handler}", event.name),
-            None => event.name.to_owned(),
-        };
+        let lane = format!("{}/{}", event.name, event.handler.unwrap_or_default());
         (lane, event.newest_version.get().into())
     });
     Value::Object(newest.collect()).to_string()

@@ -5,9 +5,7 @@ use outbox_core::store::ExclusiveLock;
 use tokio::process::Command;
 
 use super::*;
-use crate::support::{Child, Proxy, eventually};
-
-const LIMIT: Duration = Duration::from_secs(30);
+use crate::support::{Child, Proxy};
 
 /// The sessions that have an exclusive lock.
 const HOLDERS: &str = "SELECT count(*) FROM pg_locks JOIN pg_database AS db ON db.oid = database

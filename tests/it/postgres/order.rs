@@ -264,7 +264,7 @@ async fn a_cancellation_takes_the_parts_of_a_split_that_it_has_waited_for() {
 #[tokio::test]
 async fn what_is_blocked_is_found_by_its_index_in_every_state_of_the_table() {
     let (_db, store) = installed().await;
-    let arguments = "gen_random_uuid(), '30s', 'here', '{order.paid}', '{3}', 100, 25, 7, 7, 7, 7";
+    let arguments = "gen_random_uuid(), '30s', 'here', '{order.paid/}', '{3}', 100, 25, 7, 7, 7, 7";
     let freed_types = format!("{CLAIM_TYPES}, text[]");
     let freed = format!("{arguments}, '{{k,j}}'");
     let lease = "ARRAY[5], ARRAY[gen_random_uuid()]";

@@ -69,9 +69,8 @@ async fn a_chunk_does_nothing_while_another_instance_is_at_its_cadence() {
     assert_eq!(more.purge(sweep, NonZeroU32::MIN).await.unwrap(), Some(0));
 
     other.close().await.unwrap();
-    while store.claim_in(sweep, &request(10)).await.unwrap().is_none() {
-        tokio::task::yield_now().await;
-    }
+    let free = async || store.claim_in(sweep, &request(10)).await.unwrap().is_some();
+    eventually(LIMIT, free).await;
 }
 
 /// An application that takes locks of one number cannot meet ours, whatever number it takes.

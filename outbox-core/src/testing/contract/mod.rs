@@ -408,6 +408,7 @@ macro_rules! __store_contract_cases {
                 a_sweep_reports_rows_of_handlers_that_are_not_here
                 an_exhausted_part_is_swept_with_its_handler
                 a_key_waits_for_all_parts_of_an_event
+                a_name_that_looks_like_a_handler_is_left_alone
                 a_part_can_be_given_back
                 a_cancellation_is_of_all_parts
                 a_cancellation_leaves_parts_that_have_ended

@@ -408,6 +408,14 @@ pub async fn a_key_waits_for_all_parts_of_an_event<H: Harness>(h: &H) {
     assert_eq!(rows_of(h, &[of(None)]).await, [second]);
 }
 
+/// P12: a row that somebody has written under the name of an event and a handler is neither's.
+pub async fn a_name_that_looks_like_a_handler_is_left_alone<H: Harness>(h: &H) {
+    let row = publish(h, named("order.paid/email")).await;
+    let both = [of(None), of(Some(EMAIL))];
+    assert_eq!(rows_of(h, &both).await, NOTHING);
+    assert_eq!(record(h, row).await.attempts, 0);
+}
+
 /// P6: a part can be given back as any claim.
 pub async fn a_part_can_be_given_back<H: Harness>(h: &H) {
     let parts = publish_and_split(h, event(), &[part(LEDGER), part(EMAIL)]).await;
