@@ -176,8 +176,8 @@ pub trait Store: Clone + Send + Sync + 'static {
     /// for them, then whatever is due, all by priority, then number (rows that waited: due time).
     ///
     /// A row that is [blocked](blocks_later) by an earlier one of its ordering key, or [paused](Pause),
-    /// is not claimed, here and wherever rows are claimed. Of the [`freed`](ClaimRequest::freed) keys the first row is looked at,
-    /// whatever the low-water marks.
+    /// is not claimed, here and wherever rows are claimed. The [`freed`](ClaimRequest::freed) rows
+    /// are looked at, whatever the low-water marks.
     ///
     /// Rows come back in no particular order.
     fn claim(
@@ -185,7 +185,7 @@ pub trait Store: Clone + Send + Sync + 'static {
         request: &ClaimRequest<'_>,
     ) -> impl Future<Output = Result<Vec<Claimed>, StoreError>> + Send;
 
-    /// A claim in a pass. Looks everywhere, whatever the low-water marks say.
+    /// A claim in a pass.
     fn claim_in(
         &self,
         pass: Pass,
@@ -347,6 +347,22 @@ pub trait Store: Clone + Send + Sync + 'static {
         &self,
         limit: NonZeroU32,
     ) -> impl Future<Output = Result<Vec<BlockedKey>, StoreError>> + Send;
+
+    /// The first unsettled row of each of these ordering keys, in their stored form. Keys without one
+    /// are missing from the answer, which has no particular order.
+    ///
+    /// Asked after something of these keys was settled, and never on the way of a claim: a key of
+    /// which nothing waits, as most are, costs a look-up here.
+    fn next_in_order(
+        &self,
+        keys: &[String],
+    ) -> impl Future<Output = Result<Vec<i64>, StoreError>> + Send;
+
+    /// A number that no row which is committed by now is above, as a rule the highest one drawn.
+    ///
+    /// Asked before a look from the beginning, if the last one was long: what that look finds no use
+    /// for is not walked over again by the claims after it.
+    fn newest(&self) -> impl Future<Output = Result<i64, StoreError>> + Send;
 
     /// Reads everything known about one event. `None` if the row is gone, or never was.
     fn find(
@@ -671,9 +687,8 @@ pub struct ClaimRequest<'a> {
     pub events: &'a [KnownEvent],
     /// Where to begin looking.
     pub low_water: LowWater,
-    /// Ordering keys, in their stored form, of which something has been settled lately: their next
-    /// rows may be below the marks.
-    pub freed: &'a [String],
+    /// Rows that were [next in order](Store::next_in_order) lately, and may be below the marks.
+    pub freed: &'a [i64],
 }
 
 /// Rows that this process has a handler for. Former names have one of their own.

@@ -498,6 +498,7 @@ impl<S: Store> Engine<S> {
         engine.spawn_loop("renewal", keeper::renew_leases);
         engine.spawn_loop("watch", keeper::watch_runs);
         engine.spawn_loop("awaited", awaited::run);
+        engine.spawn_loop("order", freed::run);
         if engine.shared.settings.notifications {
             engine.spawn_loop("notifier", wake::run);
         }

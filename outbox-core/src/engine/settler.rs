@@ -395,11 +395,10 @@ pub(super) fn recorded<S: Store>(
     shared.hooks.settled(&SettledEvent::new(about, outcome));
 }
 
-/// Has the relays look at the next event of the key, if this one is not in its way any more.
+/// Has the relays told of the next event of the key, if this one is not in its way any more.
 fn free_next<S: Store>(shared: &Shared<S>, key: &str, outcome: &Outcome) {
     if !matches!(outcome, Outcome::Retry { .. }) {
-        shared.freed.add([key.to_owned()]);
-        shared.wake.everyone();
+        shared.freed.add(key);
     }
 }
 

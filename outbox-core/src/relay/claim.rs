@@ -1,7 +1,7 @@
 //! The claim loop: as many due events as can start now, whenever there may be some.
 
 use std::borrow::Cow;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,8 +15,8 @@ use crate::lease::LeaseToken;
 use crate::outcome::ErrorText;
 use crate::registry::{Claimable, HandlerKey};
 use crate::relay::RelayParts;
-use crate::relay::low_water::Marks;
-use crate::store::{ClaimRequest, Claimed, KnownEvent, LowWater, Store, StoreError};
+use crate::relay::low_water::{Around, Marks};
+use crate::store::{ClaimRequest, Claimed, KnownEvent, LowWater, Pass, Store, StoreError};
 
 /// The shortest pause of the poll, right after activity.
 const POLL_MIN: Duration = Duration::from_millis(50);
@@ -42,7 +42,7 @@ pub(crate) async fn run<S: Store>(parts: Arc<RelayParts<S>>) {
         match found {
             Ok(found) => {
                 pause.reset();
-                if found.any {
+                if found.rows > 0 {
                     poll.reset();
                 }
                 if !found.more {
@@ -98,21 +98,23 @@ fn free_place<S: Store>(parts: &RelayParts<S>) -> Option<Place> {
 }
 
 #[derive(Default)]
-struct Found {
-    any: bool,
+pub(super) struct Found {
+    pub(super) rows: usize,
     /// Whether a claim took as many as it asked for.
-    full: bool,
+    pub(super) full: bool,
     /// Whether to look again at once: there may be more to claim.
-    more: bool,
+    pub(super) more: bool,
+    /// Whether something was left to be claimed again, for want of room.
+    pub(super) left: bool,
 }
 
-/// What the claim loop remembers from one round to the next.
+/// What a claim loop, or a pass, remembers from one round to the next.
 #[derive(Default)]
-struct Claimer {
+pub(super) struct Claimer {
     /// Where to begin looking, for each kind of share.
     marks: HashMap<Option<HandlerKey>, Marks>,
     reserve: Reserve,
-    turns: Turns,
+    pub(super) turns: Turns,
 }
 
 impl Claimer {
@@ -123,11 +125,14 @@ impl Claimer {
         parts: &RelayParts<S>,
         mut capacity: Capacity,
     ) -> Result<Found, StoreError> {
-        let freed = parts.shared.freed.take();
-        let found = self.claim_shares(parts, &mut capacity, &freed).await;
+        let mut freed = parts.shared.freed.take(capacity.len());
+        let mut found = self.claim_shares(parts, &mut capacity, &mut freed).await;
         if found.as_ref().map_or(true, |found| found.full) {
-            // There may have been no room for what waited behind them.
-            parts.shared.freed.add(freed);
+            // There may have been no room for them.
+            parts.shared.freed.put_back(freed);
+        }
+        if let Ok(found) = &mut found {
+            found.more |= !parts.shared.freed.is_empty();
         }
         found
     }
@@ -136,7 +141,7 @@ impl Claimer {
         &mut self,
         parts: &RelayParts<S>,
         capacity: &mut Capacity,
-        freed: &[String],
+        freed: &mut Vec<i64>,
     ) -> Result<Found, StoreError> {
         let mut found = Found::default();
         let claimable = parts.shared.registry.claimable();
@@ -147,28 +152,44 @@ impl Claimer {
                 found.more = true;
                 break;
             };
-            let of_share = self
-                .claim_share(parts, &share, limit, capacity, freed)
-                .await?;
-            found.any |= of_share.any;
+            let of_share = self.claim_share(parts, None, &share, limit, capacity, freed);
+            let Some(of_share) = of_share.await? else {
+                continue;
+            };
+            found.rows += of_share.rows;
             found.full |= of_share.full;
             found.more |= of_share.more;
         }
         Ok(found)
     }
 
-    async fn claim_share<S: Store>(
+    /// Leaves in `freed`, which is in order, what it has not claimed of it. `None` if another instance
+    /// does the pass.
+    pub(super) async fn claim_share<S: Store>(
         &mut self,
         parts: &RelayParts<S>,
+        pass: Option<Pass>,
         share: &Share<'_>,
         limit: NonZeroU32,
         capacity: &mut Capacity,
-        freed: &[String],
-    ) -> Result<Found, StoreError> {
+        freed: &mut Vec<i64>,
+    ) -> Result<Option<Found>, StoreError> {
         let shared = &parts.shared;
         let asked = limit.get() as usize;
         let marks = self.marks.entry(share.of).or_default();
-        let look = marks.look();
+        let mut look = marks.look();
+        if marks.asks_for_pauses(look) {
+            marks.learn_pauses(shared.store.paused().await?);
+            look = marks.look();
+        }
+        let around = if marks.asks_around(look) {
+            Some(Around {
+                newest: shared.store.newest().await?,
+                paused: shared.store.paused().await?,
+            })
+        } else {
+            None
+        };
         let request = ClaimRequest {
             events: &share.events,
             freed,
@@ -179,19 +200,31 @@ impl Claimer {
         let sent_at = Instant::now();
         let trusted_until = sent_at + request.lease;
         shared.counters.claims.one();
-        let claimed = shared.store.claim(&request).await?;
+        let claimed = match pass {
+            None => shared.store.claim(&request).await?,
+            Some(pass) => match shared.store.claim_in(pass, &request).await? {
+                Some(claimed) => claimed,
+                None => return Ok(None),
+            },
+        };
         let full = claimed.len() >= asked;
-        marks.learn(look, &claimed, asked, sent_at.elapsed());
-        let any = !claimed.is_empty();
-        start_all(parts, claimed, capacity, trusted_until).await;
-        Ok(Found {
-            any,
+        let took = sent_at.elapsed();
+        marks.learn(look, &claimed, freed, asked, took, around);
+        let rows = claimed.len();
+        if !freed.is_empty() {
+            let rows: HashSet<i64> = claimed.iter().map(|claimed| claimed.id.row()).collect();
+            freed.retain(|row| !rows.contains(row));
+        }
+        let left = start_all(parts, claimed, capacity, trusted_until).await;
+        Ok(Some(Found {
+            rows,
             full,
             // Fewer than asked for, and looked for from the beginning: nothing is due that we could
             // take. (After a look from the marks, one from the beginning comes first, unless the last
             // one was long and not long ago.)
             more: full || (!look.full && marks.look().full),
-        })
+            left,
+        }))
     }
 }
 
@@ -245,7 +278,7 @@ pub(super) fn limit(rows: usize) -> Option<NonZeroU32> {
 }
 
 /// The claim of up to `limit` rows, under a new token.
-pub(super) fn request<'a, S: Store>(
+fn request<'a, S: Store>(
     parts: &'a RelayParts<S>,
     limit: NonZeroU32,
     reserve: &mut Reserve,
@@ -266,7 +299,7 @@ pub(super) fn request<'a, S: Store>(
 
 /// Starts the handlers of everything that was claimed. Answers whether something was left to be
 /// claimed again, for want of room.
-pub(super) async fn start_all<S: Store>(
+async fn start_all<S: Store>(
     parts: &RelayParts<S>,
     claimed: Vec<Claimed>,
     capacity: &mut Capacity,
@@ -297,7 +330,7 @@ pub(super) async fn start_all<S: Store>(
 /// a relay that claims one row at a time would take nothing but retries while there are any;
 /// rounded down, none until everything of a higher priority is done.
 #[derive(Debug, Default)]
-pub(super) struct Reserve {
+struct Reserve {
     quarters: u32,
 }
 

@@ -16,11 +16,11 @@ use crate::lane::Lane;
 use crate::lease::LeaseToken;
 use crate::outcome::{DeadReason, ErrorText, Outcome};
 use crate::relay::RelayParts;
-use crate::relay::claim::{self, Reserve, Turns, stoppable};
+use crate::relay::claim::{self, Capacity, Claimer, stoppable};
 use crate::settings::LEASE_MAX;
 use crate::store::{
-    ClaimRequest, LEASE_ENDED, LowWater, Pass, Store, StoreError, StoreErrorKind, SweepChunk,
-    SweepRequest, Unhandled, Upkeep,
+    LEASE_ENDED, Pass, Store, StoreError, StoreErrorKind, SweepChunk, SweepRequest, Unhandled,
+    Upkeep,
 };
 
 /// How many rows one chunk of a sweep looks at: a few milliseconds.
@@ -43,6 +43,15 @@ const AHEAD_MAX: Duration = Duration::from_secs(400 * 24 * 60 * 60);
 /// A day's partition has to be there when the first event that expires on that day is settled. A
 /// pass that could not make it has this long to try again.
 const AHEAD_MARGIN: Duration = Duration::from_secs(2 * 24 * 60 * 60);
+
+/// What one round of claims in a pass has found.
+#[derive(Default)]
+struct Round {
+    /// Whether there may be more to claim.
+    more: bool,
+    /// The ways to handlers with a limit of their own that have no room for more.
+    full: Vec<Arc<Lane>>,
+}
 
 /// Why a pass ends before its end.
 enum Cut {
@@ -246,8 +255,7 @@ impl<S: Store> Running<'_, S> {
     /// Claims from the beginning until nothing is due any more, as fast as handlers can take it; at
     /// the longest until the next pass is due, which has more to do than that. So it comes last.
     async fn dispatch_due(&mut self) -> Result<(), Cut> {
-        let mut reserve = Reserve::default();
-        let mut turns = Turns::default();
+        let mut claimer = Claimer::default();
         let until = self.begun + self.every;
         while Instant::now() < until {
             // Handlers can keep all permits for longer than that.
@@ -258,39 +266,48 @@ impl<S: Store> Running<'_, S> {
             let mut capacity = capacity.ok_or(Cut::Stopped)?;
             let shared = &self.parts.shared;
             let _asking = shared.may_ask().ok_or(Cut::Stopped)?;
-            let asked = capacity.len();
-            let mut more = false;
-            let mut full: Vec<Arc<Lane>> = Vec::new();
-            for share in turns.next(shared.registry.claimable(), asked) {
-                let limit = std::cmp::min(share.limit, capacity.len());
-                let Some(limit) = claim::limit(limit) else {
-                    more = true;
-                    break;
-                };
-                let request = ClaimRequest {
-                    events: &share.events,
-                    ..claim::request(self.parts, limit, &mut reserve, LowWater::BEGINNING)
-                };
-                let trusted_until = Instant::now() + request.lease;
-                shared.counters.claims.one();
-                let claimed = shared.store.claim_in(self.pass, &request).await?;
-                let claimed = claimed.ok_or(Cut::StoodDown)?;
-                self.report.dispatched += count(claimed.len());
-                let is_full = claimed.len() >= limit.get() as usize;
-                more |= is_full;
-                full.extend(share.lane.filter(|_| is_full));
-                more |= claim::start_all(self.parts, claimed, &mut capacity, trusted_until).await;
+            // What is next in order is looked for by this pass alone, if there is no claim loop.
+            let mut freed = shared.freed.take(capacity.len());
+            let round = self.claim_shares(&mut claimer, &mut capacity, &mut freed);
+            let round = round.await;
+            if round.as_ref().map_or(true, |round| round.more) {
+                shared.freed.put_back(freed);
             }
-            if !more {
+            let round = round?;
+            if !round.more && shared.freed.is_empty() {
                 break;
             }
-            if !full.is_empty() {
-                // Its handlers are claimed for by this pass alone, if there is no claim loop.
-                let room = futures_util::future::join_all(full.iter().map(|lane| lane.has_room()));
+            if !round.full.is_empty() {
+                // So are those that wait for a handler with a limit.
+                let room = round.full.iter().map(|lane| lane.has_room());
+                let room = futures_util::future::join_all(room);
                 let _ = tokio::time::timeout_at(until, stoppable(self.parts, room)).await;
             }
         }
         Ok(())
+    }
+
+    async fn claim_shares(
+        &mut self,
+        claimer: &mut Claimer,
+        capacity: &mut Capacity,
+        freed: &mut Vec<i64>,
+    ) -> Result<Round, Cut> {
+        let mut round = Round::default();
+        let claimable = self.parts.shared.registry.claimable();
+        for share in claimer.turns.next(claimable, capacity.len()) {
+            let Some(limit) = claim::limit(std::cmp::min(share.limit, capacity.len())) else {
+                round.more = true;
+                break;
+            };
+            let pass = Some(self.pass);
+            let found = claimer.claim_share(self.parts, pass, &share, limit, capacity, freed);
+            let found = found.await?.ok_or(Cut::StoodDown)?;
+            self.report.dispatched += count(found.rows);
+            round.more |= found.more || found.left;
+            round.full.extend(share.lane.filter(|_| found.full));
+        }
+        Ok(round)
     }
 
     async fn purge(&mut self, statements: u32) -> Result<(), Cut> {

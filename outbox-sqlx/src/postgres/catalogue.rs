@@ -43,6 +43,8 @@ pub(super) struct Catalogue {
     pub(super) lock_entity: Arc<str>,
     pub(super) is_free: Arc<str>,
     pub(super) blocked_keys: Arc<str>,
+    pub(super) next_in_order: Arc<str>,
+    pub(super) newest: Arc<str>,
     pub(super) pause: Arc<str>,
     pub(super) resume: Arc<str>,
     pub(super) paused: Arc<str>,
@@ -102,6 +104,8 @@ impl Catalogue {
             lock_entity: names.render(lock::LOCK_ENTITY),
             is_free: names.render(order::IS_FREE),
             blocked_keys: names.render(order::BLOCKED_KEYS),
+            next_in_order: names.render(order::NEXT_IN_ORDER),
+            newest: names.render(order::NEWEST),
             pause: names.render(pause::PAUSE),
             resume: names.render(pause::RESUME),
             paused: names.render(pause::PAUSED),
@@ -118,7 +122,7 @@ impl Catalogue {
     }
 
     /// Every statement with its name, in the order in which an event meets them.
-    pub(super) fn all(&self) -> [(&'static str, &Arc<str>); 48] {
+    pub(super) fn all(&self) -> [(&'static str, &Arc<str>); 50] {
         // Taken apart by name, so that a statement that is added is a compile error here.
         let Self {
             insert_one,
@@ -153,6 +157,8 @@ impl Catalogue {
             lock_entity,
             is_free,
             blocked_keys,
+            next_in_order,
+            newest,
             pause,
             resume,
             paused,
@@ -203,6 +209,8 @@ impl Catalogue {
             ("lock_entity", lock_entity),
             ("is_free", is_free),
             ("blocked_keys", blocked_keys),
+            ("next_in_order", next_in_order),
+            ("newest", newest),
             ("pause", pause),
             ("resume", resume),
             ("paused", paused),

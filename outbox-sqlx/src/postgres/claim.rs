@@ -2,7 +2,7 @@
 
 use outbox_core::event::Priority;
 use outbox_core::store::{
-    ATTEMPTS_KEPT, ClaimRequest, Claimed, KnownEvent, LEASE_ENDED, LowWater, Pass, StoreError,
+    ATTEMPTS_KEPT, ClaimRequest, Claimed, KnownEvent, LEASE_ENDED, Pass, StoreError,
 };
 use sqlx::postgres::PgRow;
 use uuid::Uuid;
@@ -97,6 +97,8 @@ const PAUSED_LANES: &str = "ARRAY(SELECT name || '/' || handler FROM {paused})";
 /// - Both are in one snapshot. The numbers of a key are in the order of its commits, so whoever sees
 ///   the row sees every earlier one that is still there, in one of the two tables.
 /// - A part of an event has the place of the whole: parts do not wait for each other.
+/// - Whether any dead letter blocks is asked once per statement. As a rule none does, and a probe less
+///   per row is a tenth of a claim.
 /// - Operators and functions name `pg_catalog` where this is part of a statement of the caller's.
 pub(super) const IS_BLOCKED: &str = "(
         EXISTS (
@@ -105,7 +107,7 @@ pub(super) const IS_BLOCKED: &str = "(
             AND coalesce(earlier.origin, earlier.id)
                 OPERATOR(pg_catalog.<) coalesce(candidate.origin, candidate.id)
         )
-        OR EXISTS (
+        OR (SELECT EXISTS (SELECT FROM {dead} WHERE blocks)) AND EXISTS (
             SELECT FROM {dead} AS buried
             WHERE buried.blocks
             AND buried.ordering_key OPERATOR(pg_catalog.=) candidate.ordering_key
@@ -143,24 +145,13 @@ const READY: &str = "
     LIMIT {limit}
     FOR UPDATE SKIP LOCKED";
 
-/// The first rows of the ordering keys `$12`, below the low-water mark, where `READY` does not look.
+/// Those of the rows `$12` that are of one priority and due at once, below the low-water mark, where
+/// `READY` does not look.
 ///
-/// - One index probe per key.
-const FIRST_OF_FREED: &str = "freed AS MATERIALIZED (
-        SELECT (
-            SELECT first.id
-            FROM {events} AS first
-            WHERE first.ordering_key = freed.key
-            ORDER BY coalesce(first.origin, first.id), first.id
-            LIMIT 1
-        ) AS id
-        FROM unnest($12::text[]) AS freed(key)
-    )";
-
+/// - `priority + 0` and `id`, none of which the ready index has: it could only be walked over.
 const FREED: &str = "
     SELECT id FROM {events} AS candidate
-    WHERE id = ANY (ARRAY(SELECT id FROM freed)) AND due_at IS NULL AND priority = {level}
-    AND id + 0 < {low_water}
+    WHERE id = ANY ($12) AND due_at IS NULL AND priority + 0 = {level} AND id < {low_water}
     AND {claimable}
     LIMIT {limit}
     FOR UPDATE SKIP LOCKED";
@@ -188,7 +179,7 @@ pub(super) fn claim_template() -> String {
     claim_of(false)
 }
 
-/// The same, and of the ordering keys `$12` the first rows, also below the low-water marks.
+/// The same, and of the rows `$12` also those below the low-water marks.
 pub(super) fn claim_freed_template() -> String {
     claim_of(true)
 }
@@ -201,13 +192,10 @@ fn claim_of(freed: bool) -> String {
             format!("SELECT id FROM ({waiting}) AS waiting_{level}")
         })
         .join(" UNION ALL ");
-    let mut selection = format!("WITH paused AS MATERIALIZED (SELECT {PAUSED_LANES} AS lanes)");
-    if freed {
-        selection.push_str(&format!(", {FIRST_OF_FREED}"));
-    }
-    selection.push_str(&format!(
-        ", reserved AS MATERIALIZED (SELECT id FROM ({reserved}) AS waiting LIMIT $7)"
-    ));
+    let mut selection = format!(
+        "WITH paused AS MATERIALIZED (SELECT {PAUSED_LANES} AS lanes)
+        , reserved AS MATERIALIZED (SELECT id FROM ({reserved}) AS waiting LIMIT $7)"
+    );
 
     let mut taken = "reserved".to_owned();
     let mut left = "$6".to_owned();
@@ -368,11 +356,7 @@ pub(super) async fn claim_in(
     let Some(mut chunk) = Chunk::begin(store, pass, DOING).await? else {
         return Ok(None);
     };
-    let everywhere = ClaimRequest {
-        low_water: LowWater::BEGINNING,
-        ..request.clone()
-    };
-    let rows = chunk.ask(claim_query(store, &everywhere)).await?;
+    let rows = chunk.ask(claim_query(store, request)).await?;
     chunk.commit().await?;
     all_claimed(&rows, installation, request).map(Some)
 }

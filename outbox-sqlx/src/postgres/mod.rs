@@ -648,6 +648,14 @@ impl Store for PgStore {
         order::blocked_keys(self, limit).await
     }
 
+    async fn next_in_order(&self, keys: &[String]) -> Result<Vec<i64>, StoreError> {
+        order::next_in_order(self, keys).await
+    }
+
+    async fn newest(&self) -> Result<i64, StoreError> {
+        order::newest(self).await
+    }
+
     async fn find(&self, row: i64) -> Result<Option<EventRecord>, StoreError> {
         find::find(self, row).await
     }

@@ -27,6 +27,30 @@ pub(super) const IS_FREE: &str = "
     )
 ";
 
+/// The highest number drawn, or 0.
+///
+/// - Not `max(id)`: that walks over the index entries of all newest events that are settled.
+/// - `pg_sequence_last_value` asks for USAGE, which whoever splits events has; the sequence as a table
+///   would ask for SELECT.
+pub(super) const NEWEST: &str = "
+    SELECT coalesce(pg_sequence_last_value({events_id_seq_literal}::regclass), 0)
+";
+
+/// The first unsettled row of each of the ordering keys `$1`.
+///
+/// - One look into an index per key.
+pub(super) const NEXT_IN_ORDER: &str = "
+    SELECT next.id
+    FROM unnest($1::text[]) AS freed(key)
+    CROSS JOIN LATERAL (
+        SELECT first.id
+        FROM {events} AS first
+        WHERE first.ordering_key = freed.key
+        ORDER BY coalesce(first.origin, first.id), first.id
+        LIMIT 1
+    ) AS next
+";
+
 /// The up to `$1` keys that are blocked, the longest blocked first; of each, how many events wait, up
 /// to `$2`.
 ///
@@ -97,6 +121,26 @@ pub(super) async fn lock_ordering_key(
     let rows = rows.map_err(|error| failed(DOING, error))?;
     let free = rows.first().map(|row| row.try_get(0)).transpose();
     Ok(free.map_err(|error| failed(DOING, error))?.unwrap_or(false))
+}
+
+pub(super) async fn next_in_order(
+    store: &PgStore,
+    keys: &[String],
+) -> Result<Vec<i64>, StoreError> {
+    const DOING: &str = "find what is next in order";
+    let query = Query::new(&store.sql().next_in_order).bind(keys);
+    let rows = store.ask(DOING, query).await?;
+    rows.iter()
+        .map(|row| row.try_get(0))
+        .collect::<Result<_, _>>()
+        .map_err(|error| failed(DOING, error))
+}
+
+pub(super) async fn newest(store: &PgStore) -> Result<i64, StoreError> {
+    const DOING: &str = "find the newest event";
+    let rows = store.ask(DOING, Query::new(&store.sql().newest)).await?;
+    let newest = rows.first().map(|row| row.try_get(0)).transpose();
+    Ok(newest.map_err(|error| failed(DOING, error))?.unwrap_or(0))
 }
 
 pub(super) async fn blocked_keys(

@@ -54,16 +54,7 @@ pub(super) fn claim() -> String {
     ready.push(format!(
         "SELECT id, priority
         FROM {{events}} AS candidate
-        WHERE id IN (
-                SELECT (
-                    SELECT first.id
-                    FROM {{events}} AS first
-                    WHERE first.ordering_key = freed.value
-                    ORDER BY coalesce(first.origin, first.id), first.id
-                    LIMIT 1
-                )
-                FROM json_each(?11) AS freed
-            )
+        WHERE id IN (SELECT value FROM json_each(?11))
             AND due_at IS NULL
             AND id < CASE priority WHEN 3 THEN ?7 WHEN 2 THEN ?8 WHEN 1 THEN ?9 ELSE ?10 END
             AND {free}"

@@ -112,10 +112,9 @@ use outbox_core::lease::HeldLease;
 use outbox_core::lock::LockId;
 use outbox_core::stats::StoreStats;
 use outbox_core::store::{
-    BlockedKey, ClaimRequest, Claimed, EventRecord, EventRef, Existing, Insertion, LowWater,
-    NewEvent, NoWakeups, Part, Pass, Pause, PauseRef, Renewal, Settled, Settlement, Split,
-    SplitRow, Store, StoreError, StoreErrorKind, SweepChunk, SweepRequest, Upkeep, Verified,
-    Watched,
+    BlockedKey, ClaimRequest, Claimed, EventRecord, EventRef, Existing, Insertion, NewEvent,
+    NoWakeups, Part, Pass, Pause, PauseRef, Renewal, Settled, Settlement, Split, SplitRow, Store,
+    StoreError, StoreErrorKind, SweepChunk, SweepRequest, Upkeep, Verified, Watched,
 };
 use sqlx::sqlite::{
     SqliteConnectOptions, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteSynchronous,
@@ -428,15 +427,11 @@ impl Store for SqliteStore {
         request: &ClaimRequest<'_>,
     ) -> Result<Option<Vec<Claimed>>, StoreError> {
         let statements = &self.inner.statements;
-        let everywhere = ClaimRequest {
-            low_water: LowWater::BEGINNING,
-            ..request.clone()
-        };
         self.write_in(
             pass,
             "claim events in a pass",
             async |connection: &mut SqliteConnection| {
-                claim::run(connection, statements, &everywhere).await
+                claim::run(connection, statements, request).await
             },
         )
         .await
@@ -620,6 +615,26 @@ impl Store for SqliteStore {
             async |connection: &mut SqliteConnection| {
                 order::list(connection, statements, limit).await
             },
+        )
+        .await
+    }
+
+    async fn next_in_order(&self, keys: &[String]) -> Result<Vec<i64>, StoreError> {
+        let statements = &self.inner.statements;
+        self.read(
+            "find what is next in order",
+            async |connection: &mut SqliteConnection| {
+                order::next_in_order(connection, statements, keys).await
+            },
+        )
+        .await
+    }
+
+    async fn newest(&self) -> Result<i64, StoreError> {
+        let statements = &self.inner.statements;
+        self.read(
+            "find the newest event",
+            async |connection: &mut SqliteConnection| order::newest(connection, statements).await,
         )
         .await
     }

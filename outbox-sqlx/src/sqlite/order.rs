@@ -4,6 +4,7 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use outbox_core::store::{BLOCKED_COUNT_MAX, BlockedKey, EventState};
+use serde_json::Value;
 use sqlx::sqlite::SqliteRow;
 use sqlx::{Row, SqliteConnection};
 
@@ -64,6 +65,44 @@ pub(super) fn blocked_keys() -> String {
         ORDER BY since, id
         LIMIT ?1"
     )
+}
+
+/// The highest number of a row, or 0.
+pub(super) const NEWEST: &str = "SELECT coalesce(max(id), 0) FROM {events}";
+
+pub(super) async fn newest(
+    connection: &mut SqliteConnection,
+    statements: &Statements,
+) -> Result<i64, sqlx::Error> {
+    sqlx::query_scalar(safe(&statements.newest))
+        .fetch_one(connection)
+        .await
+}
+
+/// The first unsettled row of each of the ordering keys `?1`, a list in JSON.
+pub(super) const NEXT_IN_ORDER: &str = "
+    SELECT id FROM (
+        SELECT (
+            SELECT first.id
+            FROM {events} AS first
+            WHERE first.ordering_key = freed.value
+            ORDER BY coalesce(first.origin, first.id), first.id
+            LIMIT 1
+        ) AS id
+        FROM json_each(?1) AS freed
+    )
+    WHERE id IS NOT NULL
+";
+
+pub(super) async fn next_in_order(
+    connection: &mut SqliteConnection,
+    statements: &Statements,
+    keys: &[String],
+) -> Result<Vec<i64>, sqlx::Error> {
+    sqlx::query_scalar(safe(&statements.next_in_order))
+        .bind(Value::from(keys.to_vec()).to_string())
+        .fetch_all(connection)
+        .await
 }
 
 pub(super) async fn is_free(

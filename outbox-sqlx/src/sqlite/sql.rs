@@ -156,6 +156,8 @@ pub(super) struct Statements {
     pub(super) watch: Arc<str>,
     pub(super) is_free: Arc<str>,
     pub(super) blocked_keys: Arc<str>,
+    pub(super) next_in_order: Arc<str>,
+    pub(super) newest: Arc<str>,
     pub(super) pause: Arc<str>,
     pub(super) resume: Arc<str>,
     pub(super) paused: Arc<str>,
@@ -218,6 +220,8 @@ impl Statements {
             watch: table.statement(cancel::LOOK_UP),
             is_free: table.statement(order::IS_FREE),
             blocked_keys: table.statement(&order::blocked_keys()),
+            next_in_order: table.statement(order::NEXT_IN_ORDER),
+            newest: table.statement(order::NEWEST),
             pause: table.statement(pause::PAUSE),
             resume: table.statement(pause::RESUME),
             paused: table.statement(pause::PAUSED),
@@ -294,7 +298,7 @@ mod tests {
     /// Every statement that looks for rows of the outbox, under a name. `counts` walks two tables
     /// as far as its limit, `blocked_keys` what has failed or is dead, and `lock_entity` looks for
     /// none.
-    fn looking(statements: &Statements) -> [(&'static str, &Arc<str>); 45] {
+    fn looking(statements: &Statements) -> [(&'static str, &Arc<str>); 47] {
         [
             ("insert_one", &statements.insert_one),
             ("insert_many", &statements.insert_many),
@@ -312,6 +316,8 @@ mod tests {
             ("key_holder", &statements.key_holder),
             ("watch", &statements.watch),
             ("is_free", &statements.is_free),
+            ("next_in_order", &statements.next_in_order),
+            ("newest", &statements.newest),
             ("archive", &statements.archive),
             ("close_keys", &statements.close_keys),
             ("bury", &statements.bury),

@@ -265,8 +265,8 @@ async fn a_cancellation_takes_the_parts_of_a_split_that_it_has_waited_for() {
 async fn what_is_blocked_is_found_by_its_index_in_every_state_of_the_table() {
     let (_db, store) = installed().await;
     let arguments = "gen_random_uuid(), '30s', 'here', '{order.paid/}', '{3}', 100, 25, 7, 7, 7, 7";
-    let freed_types = format!("{CLAIM_TYPES}, text[]");
-    let freed = format!("{arguments}, '{{k,j}}'");
+    let freed_types = format!("{CLAIM_TYPES}, bigint[]");
+    let freed = format!("{arguments}, '{{1,2,3}}'");
     let lease = "ARRAY[5], ARRAY[gen_random_uuid()]";
     let watched = "ARRAY[5, 6], ARRAY['order.paid', NULL], ARRAY['k', NULL]";
     let statements = [
@@ -275,6 +275,7 @@ async fn what_is_blocked_is_found_by_its_index_in_every_state_of_the_table() {
         ("verify", "bigint[], uuid[]", lease),
         ("watch", "bigint[], text[], text[]", watched),
         ("is_free", "text", "'k'"),
+        ("next_in_order", "text[]", "'{k,j}'"),
     ];
     for state in [
         "VACUUM ANALYZE",

@@ -245,7 +245,7 @@ macro_rules! __store_contract_cases {
                 a_row_without_an_attempt_left_is_not_claimed
                 a_claim_by_number_takes_those_rows_only
                 a_claim_by_number_takes_only_what_is_due
-                a_claim_in_a_pass_looks_everywhere
+                a_claim_in_a_pass_begins_at_the_marks
                 a_claim_in_a_pass_is_a_claim;
             lease:
                 a_held_lease_is_verified
@@ -356,8 +356,10 @@ macro_rules! __store_contract_cases {
                 a_dead_letter_blocks_nothing_that_came_before_it
                 a_row_born_leased_behind_another_is_found_blocked
                 a_row_born_leased_behind_a_dead_letter_is_found_blocked
+                the_first_unsettled_row_of_a_key_is_next
+                no_row_is_above_the_newest
                 the_next_of_a_freed_key_is_found_below_the_mark
-                freed_keys_count_towards_the_limit
+                freed_rows_count_towards_the_limit
                 numbers_of_a_key_are_in_the_order_of_the_commits
                 batches_with_equal_ordering_keys_do_not_deadlock
                 a_batch_of_one_key_is_in_input_order

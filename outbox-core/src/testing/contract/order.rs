@@ -215,7 +215,42 @@ pub async fn a_row_born_leased_behind_a_dead_letter_is_found_blocked<H: Harness>
     assert!(verify(h, HeldLease { row, token }).await.blocked);
 }
 
-/// The first row of a freed key is found below the low-water mark, and no other one.
+/// What is next of a key is its first unsettled row: of those that wait, and of those that run.
+pub async fn the_first_unsettled_row_of_a_key_is_next<H: Harness>(h: &H) {
+    let rows = publish_all(h, &[ordered("k"), ordered("k"), ordered("j"), event()]).await;
+    let next = async |keys: &[&str]| {
+        let keys: Vec<String> = keys.iter().map(|key| (*key).to_owned()).collect();
+        let mut next = h.store().next_in_order(&keys).await.unwrap();
+        next.sort_unstable();
+        next
+    };
+    assert_eq!(next(&[]).await, NOTHING);
+    assert_eq!(next(&["nobody's"]).await, NOTHING);
+    assert_eq!(next(&["k", "nobody's", "j"]).await, [rows[0], rows[2]]);
+    let first = claim(h, &request(1)).await;
+    assert_eq!(next(&["k"]).await, [rows[0]]);
+    record_outcome(h, first[0].lease(), processed()).await;
+    assert_eq!(next(&["k"]).await, [rows[1]]);
+    let second = claim(h, &request(1)).await;
+    record_outcome(h, second[0].lease(), dead(DeadReason::Permanent, "no")).await;
+    assert_eq!(next(&["k"]).await, NOTHING);
+}
+
+/// No row is above the newest number, whatever became of it.
+pub async fn no_row_is_above_the_newest<H: Harness>(h: &H) {
+    assert!(h.store().newest().await.unwrap() >= 0);
+    let rows = publish_all(h, &[event(), event()]).await;
+    let newest = h.store().newest().await.unwrap();
+    assert!(newest >= rows[1]);
+    let claimed = claim(h, &request(10)).await;
+    for one in &claimed {
+        record_outcome(h, one.lease(), processed()).await;
+    }
+    let row = publish(h, event()).await;
+    assert!(h.store().newest().await.unwrap() >= row);
+}
+
+/// A row that is next is found below the low-water mark, and no other one.
 pub async fn the_next_of_a_freed_key_is_found_below_the_mark<H: Harness>(h: &H) {
     let rows = publish_all(h, &[ordered("k"), ordered("k"), ordered("j"), event()]).await;
     let mut mark = LowWater::BEGINNING;
@@ -229,24 +264,24 @@ pub async fn the_next_of_a_freed_key_is_found_below_the_mark<H: Harness>(h: &H) 
         super::steps::rows(&claim(h, &from_mark(&[])).await),
         [rows[3]]
     );
-    let freed = ["k".to_owned(), "nobody's".to_owned()];
-    let found = claim(h, &from_mark(&freed)).await;
+    let (first, both, second) = ([rows[0], 1_000_000], [rows[0], rows[1]], [rows[1]]);
+    let found = claim(h, &from_mark(&first)).await;
     assert_eq!(super::steps::rows(&found), [rows[0]]);
-    assert_eq!(claim(h, &from_mark(&freed)).await.len(), 0);
+    // It is blocked: whoever asked for it did so too soon.
+    assert_eq!(claim(h, &from_mark(&both)).await.len(), 0);
     record_outcome(h, found[0].lease(), processed()).await;
-    let found = claim(h, &from_mark(&freed)).await;
+    let found = claim(h, &from_mark(&second)).await;
     assert_eq!(super::steps::rows(&found), [rows[1]]);
 }
 
-/// P4: a claim takes no more rows than asked, those of freed keys included.
-pub async fn freed_keys_count_towards_the_limit<H: Harness>(h: &H) {
+/// P4: a claim takes no more rows than asked, those below the marks included.
+pub async fn freed_rows_count_towards_the_limit<H: Harness>(h: &H) {
     let rows = publish_all(h, &[ordered("a"), ordered("b"), event(), event()]).await;
     let mut mark = LowWater::BEGINNING;
     mark.raise(Priority::Normal, rows[2]);
-    let freed = ["a".to_owned(), "b".to_owned()];
     let from_mark = ClaimRequest {
         low_water: mark,
-        freed: &freed,
+        freed: &[rows[0], rows[1]],
         ..request(3)
     };
     let found = super::steps::rows(&claim(h, &from_mark).await);

@@ -19,14 +19,9 @@ impl Database {
             .values()
             .filter(|row| self.is_claimable(row, request, now))
             .partition(|row| row.columns.due_at.is_some());
-        let first_of_freed: Vec<i64> = request
-            .freed
-            .iter()
-            .filter_map(|key| self.first_of(key))
-            .collect();
         others.retain(|row| {
             let number = row.columns.id.row();
-            number >= request.low_water.of(row.columns.priority) || first_of_freed.contains(&number)
+            number >= request.low_water.of(row.columns.priority) || request.freed.contains(&number)
         });
 
         let limit = request.limit.get() as usize;

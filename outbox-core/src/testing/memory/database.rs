@@ -81,6 +81,10 @@ impl Database {
         }
     }
 
+    pub(super) fn newest(&self) -> i64 {
+        self.last_number
+    }
+
     /// The next number. It is used up even if its transaction rolls back, as a sequence's is.
     pub(super) fn next_id(&mut self) -> EventId {
         self.last_number += 1;

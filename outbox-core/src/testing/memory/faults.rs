@@ -71,6 +71,10 @@ pub enum Operation {
     LookUp,
     /// `blocked_keys`.
     BlockedKeys,
+    /// `next_in_order`.
+    NextInOrder,
+    /// `newest`.
+    Newest,
     /// `try_exclusive`.
     TryExclusive,
     /// `ExclusiveLock::keep`.
@@ -113,6 +117,8 @@ impl Operation {
             Self::Cancel => "cancel an event",
             Self::LookUp => "look up events",
             Self::BlockedKeys => "list blocked keys",
+            Self::NextInOrder => "find what is next in order",
+            Self::Newest => "find the newest event",
             Self::TryExclusive => "take an exclusive lock",
             Self::KeepExclusive => "keep an exclusive lock",
             Self::Find => "find an event",

@@ -30,9 +30,9 @@ use crate::lease::HeldLease;
 use crate::lock::LockId;
 use crate::stats::StoreStats;
 use crate::store::{
-    BlockedKey, ClaimRequest, Claimed, EventRecord, EventRef, Existing, Insertion, LowWater,
-    NewEvent, Part, Pass, Pause, PauseRef, Renewal, Settled, Settlement, Split, SplitRow, Store,
-    StoreError, StoreErrorKind, SweepChunk, SweepRequest, Upkeep, Verified, Watched,
+    BlockedKey, ClaimRequest, Claimed, EventRecord, EventRef, Existing, Insertion, NewEvent, Part,
+    Pass, Pause, PauseRef, Renewal, Settled, Settlement, Split, SplitRow, Store, StoreError,
+    StoreErrorKind, SweepChunk, SweepRequest, Upkeep, Verified, Watched,
 };
 
 pub use connection::{MemoryConnection, MemoryTx, Savepoint};
@@ -401,12 +401,8 @@ impl Store for MemoryStore {
         pass: Pass,
         request: &ClaimRequest<'_>,
     ) -> Result<Option<Vec<Claimed>>, StoreError> {
-        let everywhere = ClaimRequest {
-            low_water: LowWater::BEGINNING,
-            ..request.clone()
-        };
         self.run_in(Operation::ClaimIn, pass, |database, now| {
-            database.claim(&everywhere, now)
+            database.claim(request, now)
         })
         .await
     }
@@ -555,6 +551,19 @@ impl Store for MemoryStore {
             Ok(database.blocked_keys(limit, now))
         })
         .await
+    }
+
+    async fn next_in_order(&self, keys: &[String]) -> Result<Vec<i64>, StoreError> {
+        self.run(Operation::NextInOrder, |database, _| {
+            let firsts = keys.iter().filter_map(|key| database.first_of(key));
+            Ok(firsts.collect())
+        })
+        .await
+    }
+
+    async fn newest(&self) -> Result<i64, StoreError> {
+        self.run(Operation::Newest, |database, _| Ok(database.newest()))
+            .await
     }
 
     async fn find(&self, row: i64) -> Result<Option<EventRecord>, StoreError> {
