@@ -111,6 +111,8 @@ async fn through_every_statement(store: &PgStore, tx: &mut PgConnection) -> Resu
     expect_state(store, tx, &keyed, EventState::Processed).await?;
     one(store, tx, Query::new(&store.sql().find).bind(row)).await?;
 
+    one(store, tx, Query::new(&store.sql().newest)).await?;
+
     // Discarded.
     let row = publish(store, tx, &[event(None)]).await?;
     let lease = take(store, tx, row).await?;
