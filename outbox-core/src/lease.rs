@@ -15,8 +15,10 @@
 //!
 //! A process stops acting on a lease before it ends: `trusted_until` is counted on its own
 //! monotonic clock from *before* the claim was sent, so that a slow round trip shortens the window
-//! and never stretches it. A renewal moves it in the same way. When it passes, the handler is
-//! cancelled; what it still returns is refused by the token.
+//! and never stretches it. A renewal moves it in the same way. When it passes, and up to half a
+//! second before, the handler is cancelled; what it still returns is refused by the token. A handler
+//! that has not begun by then does not, and its event is given back: the answer to the claim, or a
+//! thread to run on, came too late.
 //!
 //! # Renewal
 //!

@@ -108,6 +108,17 @@ pub(crate) struct InlineSettings {
     pub(crate) lease: Duration,
 }
 
+/// The longest pause between two looks at what is held.
+const MARGIN_MAX: Duration = Duration::from_millis(500);
+
+impl Settings {
+    /// How often this process looks whether a lease it holds has ended, and how long before its end it
+    /// stops acting on it. The same, so that no run is found only after the end.
+    pub(crate) fn lease_margin(&self) -> Duration {
+        std::cmp::min(self.inline.lease / 6, MARGIN_MAX)
+    }
+}
+
 impl Draft {
     pub(crate) fn check(self) -> Result<Settings, BuildError> {
         if self.instance.is_empty()

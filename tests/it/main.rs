@@ -8,6 +8,7 @@
 //! postgres      what only PostgreSQL has: plans, rights, HOT updates, isolation
 //! sqlite        what only SQLite has
 //! in_memory     the framework under paused time, over a store that fails on request
+//! simulation    processes over that store which stop, freeze and lose answers anywhere
 //! both          the promises as an application sees them, on both databases
 //! savepoints    parts of transactions that are undone
 //! connections   which connections are used, and for how long
@@ -44,6 +45,9 @@ mod sqlite;
 
 #[cfg(test)]
 mod in_memory;
+
+#[cfg(test)]
+mod simulation;
 
 #[cfg(test)]
 mod both;

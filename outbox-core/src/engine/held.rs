@@ -16,6 +16,16 @@ use crate::engine::settler::{About, Waiter};
 use crate::lease::HeldLease;
 use crate::registry::Entry;
 
+/// Whether a handler begins.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) enum Start {
+    Begins,
+    /// The run was ended before: then it must not begin.
+    IsOver,
+    /// Its lease is over, or nearly: somebody else may have the event before the handler returns.
+    TooLate,
+}
+
 /// One event of this process, from its claim until its outcome is stored.
 pub(crate) struct Holding {
     /// Until when this process acts on the lease.
@@ -66,15 +76,24 @@ impl Held {
         self.changed.notify_waiters();
     }
 
-    /// The handler begins now. `false` if the run was ended before: then it must not begin.
-    pub(crate) fn start(&self, lease: HeldLease, overdue_after: Duration) -> bool {
+    /// The handler begins now, if its lease is to be trusted for longer than `margin`.
+    pub(crate) fn start(
+        &self,
+        lease: HeldLease,
+        overdue_after: Duration,
+        margin: Duration,
+    ) -> Start {
+        let now = Instant::now();
         match self.lock().get_mut(&lease) {
-            Some(State::Running(running)) => {
-                running.overdue_at = Instant::now() + overdue_after;
-                running.run.started = true;
-                true
+            Some(State::Running(running)) if running.trusted_until <= now + margin => {
+                Start::TooLate
             }
-            Some(State::Ending { .. }) | None => false,
+            Some(State::Running(running)) => {
+                running.overdue_at = now + overdue_after;
+                running.run.started = true;
+                Start::Begins
+            }
+            Some(State::Ending { .. }) | None => Start::IsOver,
         }
     }
 
@@ -157,10 +176,10 @@ impl Held {
         })
     }
 
-    /// Runs whose trust window has passed.
-    pub(crate) fn distrusted(&self) -> Vec<HeldLease> {
-        let now = Instant::now();
-        self.select(|state| matches!(state, State::Running(run) if run.trusted_until <= now))
+    /// Runs whose trust window has passed, or will before `margin` has.
+    pub(crate) fn distrusted(&self, margin: Duration) -> Vec<HeldLease> {
+        let then = Instant::now() + margin;
+        self.select(|state| matches!(state, State::Running(run) if run.trusted_until <= then))
     }
 
     /// Runs that neither ended at their timeout nor could be dropped then.
@@ -335,8 +354,24 @@ mod tests {
         held.extend(lease, Instant::now(), LEASE);
         assert_eq!(held.to_renew(), []);
         tokio::time::advance(LEASE - Duration::from_millis(1)).await;
-        assert_eq!(held.distrusted(), []);
+        assert_eq!(held.distrusted(Duration::ZERO), []);
+        assert_eq!(held.distrusted(Duration::from_millis(1)), [lease]);
         tokio::time::advance(Duration::from_millis(1)).await;
-        assert_eq!(held.distrusted(), [lease]);
+        assert_eq!(held.distrusted(Duration::ZERO), [lease]);
+    }
+
+    /// F02: no handler begins on a lease that is over, and none that could not be stopped in time.
+    #[tokio::test(start_paused = true)]
+    async fn a_run_does_not_begin_when_its_lease_is_nearly_over() {
+        let margin = Duration::from_millis(500);
+        let (held, lease, _) = held_one();
+        tokio::time::advance(LEASE - margin - Duration::from_millis(1)).await;
+        assert_eq!(held.start(lease, LEASE, margin), Start::Begins);
+        let (held, lease, _) = held_one();
+        tokio::time::advance(LEASE - margin).await;
+        assert_eq!(held.start(lease, LEASE, margin), Start::TooLate);
+        assert_eq!(held.running(), [lease], "somebody has to give it back");
+        held.end_run(lease);
+        assert_eq!(held.start(lease, LEASE, margin), Start::IsOver);
     }
 }

@@ -4,7 +4,6 @@
 //! nobody's lease but its own.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use tokio::time::Instant;
 
@@ -12,9 +11,6 @@ use crate::engine::Shared;
 use crate::lease::HeldLease;
 use crate::outcome::ErrorText;
 use crate::store::{Renewal, Store};
-
-/// The longest pause between two looks at what is held.
-const TICK_MAX: Duration = Duration::from_millis(500);
 
 /// Extends leases, until the outbox closes.
 pub(crate) async fn renew_leases<S: Store>(shared: Arc<Shared<S>>) {
@@ -43,7 +39,7 @@ pub(crate) async fn watch_runs<S: Store>(shared: Arc<Shared<S>>) {
 
 /// Waits until something is held and a little longer. `false` once the outbox closes.
 async fn tick<S: Store>(shared: &Shared<S>) -> bool {
-    let pause = std::cmp::min(shared.settings.inline.lease / 6, TICK_MAX);
+    let pause = shared.settings.lease_margin();
     tokio::select! {
         () = shared.closing.cancelled() => return false,
         () = shared.held.not_empty() => {}
@@ -95,9 +91,9 @@ fn stop_overdue<S: Store>(shared: &Shared<S>) {
     }
 }
 
-/// Stops runs whose lease may have ended while it could not be renewed.
+/// Stops runs whose lease may end, since it could not be renewed, before the next look at it.
 fn stop_distrusted<S: Store>(shared: &Shared<S>) {
-    for lease in shared.held.distrusted() {
+    for lease in shared.held.distrusted(shared.settings.lease_margin()) {
         lose(
             shared,
             lease,

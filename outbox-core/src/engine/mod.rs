@@ -180,8 +180,11 @@ impl<S: Store> Shared<S> {
                 entered: Some(entered),
             };
             let shared = &unfinished.shared;
-            if !shared.held.start(lease, overdue_after) {
-                return;
+            let margin = shared.settings.lease_margin();
+            match shared.held.start(lease, overdue_after, margin) {
+                held::Start::Begins => {}
+                held::Start::IsOver => return,
+                held::Start::TooLate => return shared.give_back_late(lease),
             }
             let finding = match (&entry.runner, shared.transactional.get(&entry.key())) {
                 (Runner::Plain(handler), _) => {
@@ -198,6 +201,18 @@ impl<S: Store> Shared<S> {
                 shared.finish(lease, finding);
             }
         });
+    }
+
+    /// The answer to its claim, or a thread for its handler, came when the lease was nearly over.
+    fn give_back_late(&self, lease: HeldLease) {
+        if let Some(run) = self.held.end_run(lease) {
+            tracing::warn!(
+                event_id = %run.about.id,
+                event_name = %run.about.name,
+                "an event goes back: its lease was nearly over before its handler could begin"
+            );
+            self.release(lease, run.waiter);
+        }
     }
 
     /// Ends what nobody is to run any more. It was held until here, so that a backlog of it takes no
