@@ -840,6 +840,9 @@ pub struct Claimed {
     pub created_at: SystemTime,
     /// It is not worth handling any more.
     pub expired: bool,
+    /// How many of the last two attempts before this one ended with their lease and without an
+    /// outcome: those directly before it, and only in a row.
+    pub lapsed: u32,
 }
 
 impl Claimed {

@@ -13,7 +13,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 use crate::engine::settler::{About, Waiter};
-use crate::lease::HeldLease;
+use crate::lease::{HeldLease, LeaseToken};
 use crate::registry::Entry;
 
 /// Whether a handler begins.
@@ -226,6 +226,12 @@ impl Held {
     /// Waits until something is held.
     pub(crate) async fn not_empty(&self) {
         self.wait_for(|held| !held.lock().is_empty()).await;
+    }
+
+    /// Waits until nothing is held under this token: what was is stored, or lost.
+    pub(crate) async fn none_under(&self, token: LeaseToken) {
+        self.wait_for(|held| held.lock().keys().all(|lease| lease.token != token))
+            .await;
     }
 
     async fn wait_for(&self, condition: impl Fn(&Self) -> bool) {

@@ -105,6 +105,7 @@ impl BornLeased {
             max_attempts: self.max_attempts,
             created_at: verified.created_at,
             expired: verified.expired,
+            lapsed: 0,
         };
         (claimed, self.waiter)
     }

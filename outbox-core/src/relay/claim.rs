@@ -15,6 +15,7 @@ use crate::lease::LeaseToken;
 use crate::outcome::ErrorText;
 use crate::registry::{Claimable, HandlerKey};
 use crate::relay::RelayParts;
+use crate::relay::alone;
 use crate::relay::low_water::{Around, Marks};
 use crate::store::{ClaimRequest, Claimed, KnownEvent, LowWater, Pass, Store, StoreError};
 
@@ -31,13 +32,16 @@ pub(crate) async fn run<S: Store>(parts: Arc<RelayParts<S>>) {
     let mut poll = Poll::new(parts.poll);
     let mut pause = wait::Pause::new(Duration::from_millis(50), Duration::from_secs(5));
     loop {
-        let Some(capacity) = gather(&parts, parts.batch).await else {
+        let Some(room) = claimer.gather(&parts, parts.batch).await else {
             return;
         };
         let Some(asking) = parts.shared.may_ask() else {
             return;
         };
-        let found = claimer.claim(&parts, capacity).await;
+        let found = match room {
+            Room::Beside(capacity) => claimer.claim(&parts, capacity).await,
+            Room::Alone(room) => claimer.claim_alone(&parts, room).await,
+        };
         drop(asking);
         match found {
             Ok(found) => {
@@ -67,7 +71,7 @@ pub(super) type Capacity = Vec<Place>;
 
 /// Waits until something can start, and takes what is free for up to `batch`. `None` once the relay
 /// stops.
-pub(super) async fn gather<S: Store>(parts: &RelayParts<S>, batch: NonZeroU32) -> Option<Capacity> {
+async fn gather<S: Store>(parts: &RelayParts<S>, batch: NonZeroU32) -> Option<Capacity> {
     let (permits, slots) = (&parts.permits, &parts.shared.slots);
     let first = async {
         // Neither semaphore is ever closed.
@@ -115,9 +119,64 @@ pub(super) struct Claimer {
     marks: HashMap<Option<HandlerKey>, Marks>,
     reserve: Reserve,
     pub(super) turns: Turns,
+    /// Events to be run alone. As many as were claimed at once, at most.
+    suspects: Vec<i64>,
+}
+
+/// Room for what is claimed next.
+pub(super) enum Room {
+    Beside(Capacity),
+    Alone(alone::Room),
 }
 
 impl Claimer {
+    /// Waits for room, for one event to be run alone if there are any. `None` once the relay stops.
+    pub(super) async fn gather<S: Store>(
+        &mut self,
+        parts: &RelayParts<S>,
+        batch: NonZeroU32,
+    ) -> Option<Room> {
+        if self.suspects.is_empty() {
+            gather(parts, batch).await.map(Room::Beside)
+        } else {
+            alone::gather(parts).await.map(Room::Alone)
+        }
+    }
+
+    /// Claims one of the suspects and runs it to its end. Those that cannot be claimed are somebody
+    /// else's by now, or not due.
+    pub(super) async fn claim_alone<S: Store>(
+        &mut self,
+        parts: &RelayParts<S>,
+        room: alone::Room,
+    ) -> Result<Found, StoreError> {
+        let shared = &parts.shared;
+        let request = request(
+            parts,
+            NonZeroU32::MIN,
+            &mut self.reserve,
+            LowWater::BEGINNING,
+        );
+        let trusted_until = Instant::now() + request.lease;
+        shared.counters.claims.one();
+        let claimed = shared.store.claim_rows(&self.suspects, &request).await?;
+        let rows: HashSet<i64> = claimed.iter().map(|claimed| claimed.id.row()).collect();
+        self.suspects
+            .retain(|row| !rows.is_empty() && !rows.contains(row));
+        let mut capacity = vec![room.place];
+        let left = start_all(parts, claimed, &mut capacity, trusted_until).await;
+        // Room is held until here for it alone.
+        let ended = shared.held.none_under(request.token);
+        let _ = tokio::time::timeout(alone::at_most(shared), stoppable(parts, ended)).await;
+        drop(room.others);
+        Ok(Found {
+            rows: rows.len(),
+            full: false,
+            more: true,
+            left,
+        })
+    }
+
     /// Claims and starts what there is room for: one statement for all handlers without a limit of
     /// their own, and one for each of the others.
     async fn claim<S: Store>(
@@ -200,7 +259,7 @@ impl Claimer {
         let sent_at = Instant::now();
         let trusted_until = sent_at + request.lease;
         shared.counters.claims.one();
-        let claimed = match pass {
+        let mut claimed = match pass {
             None => shared.store.claim(&request).await?,
             Some(pass) => match shared.store.claim_in(pass, &request).await? {
                 Some(claimed) => claimed,
@@ -210,6 +269,9 @@ impl Claimer {
         let full = claimed.len() >= asked;
         let took = sent_at.elapsed();
         marks.learn(look, &claimed, freed, asked, took, around);
+        let suspects = alone::give_back_suspects(shared, &mut claimed).await;
+        let left_alone = !suspects.is_empty();
+        self.suspects.extend(suspects);
         let rows = claimed.len();
         if !freed.is_empty() {
             let rows: HashSet<i64> = claimed.iter().map(|claimed| claimed.id.row()).collect();
@@ -222,7 +284,7 @@ impl Claimer {
             // Fewer than asked for, and looked for from the beginning: nothing is due that we could
             // take. (After a look from the marks, one from the beginning comes first, unless the last
             // one was long and not long ago.)
-            more: full || (!look.full && marks.look().full),
+            more: full || left_alone || (!look.full && marks.look().full),
             left,
         }))
     }

@@ -208,6 +208,7 @@ mod tests {
             max_attempts: NonZeroU32::MIN,
             created_at: SystemTime::UNIX_EPOCH,
             expired: false,
+            lapsed: 0,
         }
     }
 

@@ -4,6 +4,7 @@
 //! [`pass`]. What a claimed event goes through from there is the business of
 //! [`engine`](crate::engine), which inline dispatch shares.
 
+mod alone;
 mod cadence;
 mod claim;
 mod listen;

@@ -16,7 +16,7 @@ use crate::lane::Lane;
 use crate::lease::LeaseToken;
 use crate::outcome::{DeadReason, ErrorText, Outcome};
 use crate::relay::RelayParts;
-use crate::relay::claim::{self, Capacity, Claimer, stoppable};
+use crate::relay::claim::{self, Capacity, Claimer, Room, stoppable};
 use crate::settings::LEASE_MAX;
 use crate::store::{
     LEASE_ENDED, Pass, Store, StoreError, StoreErrorKind, SweepChunk, SweepRequest, Unhandled,
@@ -259,13 +259,21 @@ impl<S: Store> Running<'_, S> {
         let until = self.begun + self.every;
         while Instant::now() < until {
             // Handlers can keep all permits for longer than that.
-            let gathering = claim::gather(self.parts, self.batch);
-            let Ok(capacity) = tokio::time::timeout_at(until, gathering).await else {
+            let gathering = claimer.gather(self.parts, self.batch);
+            let Ok(gathered) = tokio::time::timeout_at(until, gathering).await else {
                 break;
             };
-            let mut capacity = capacity.ok_or(Cut::Stopped)?;
+            let room = gathered.ok_or(Cut::Stopped)?;
             let shared = &self.parts.shared;
             let _asking = shared.may_ask().ok_or(Cut::Stopped)?;
+            let mut capacity = match room {
+                Room::Beside(capacity) => capacity,
+                Room::Alone(room) => {
+                    let found = claimer.claim_alone(self.parts, room).await?;
+                    self.report.dispatched += count(found.rows);
+                    continue;
+                }
+            };
             // What is next in order is looked for by this pass alone, if there is no claim loop.
             let mut freed = shared.freed.take(capacity.len());
             let round = self.claim_shares(&mut claimer, &mut capacity, &mut freed);

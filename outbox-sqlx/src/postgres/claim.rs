@@ -265,6 +265,7 @@ fn taking(selection: &str, paused_lanes: &str) -> String {
         .replace("{lease_is_free}", LEASE_IS_FREE)
         .replace("{claimed_columns}", CLAIMED_COLUMNS)
         .replace("{lapse_recorded}", &lapse_recorded())
+        .replace("{lease_ended}", LEASE_ENDED)
 }
 
 pub(super) fn failures_shortened() -> String {

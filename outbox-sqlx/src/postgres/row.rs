@@ -20,7 +20,17 @@ pub(super) const CLAIMED_COLUMNS: &str = "
     event.due_at IS NOT NULL, event.attempts, event.max_attempts,
     (extract(epoch FROM event.created_at) * 1000000)::bigint,
     coalesce(event.expires_at <= clock_timestamp(), false), event.ordering_key, event.handler,
-    event.origin";
+    event.origin,
+    CASE
+        WHEN event.failures IS NULL THEN 0
+        WHEN event.failures -> -1 ->> 'error' IS DISTINCT FROM '{lease_ended}'
+            OR (event.failures -> -1 ->> 'attempt')::integer <> event.attempts - 1
+        THEN 0
+        WHEN event.failures -> -2 ->> 'error' IS DISTINCT FROM '{lease_ended}'
+            OR (event.failures -> -2 ->> 'attempt')::integer <> event.attempts - 2
+        THEN 1
+        ELSE 2
+    END";
 
 pub(super) fn claimed(
     row: &PgRow,
@@ -44,6 +54,7 @@ pub(super) fn claimed(
         ordering_key: row.try_get(11)?,
         handler: row.try_get(12)?,
         origin: row.try_get(13)?,
+        lapsed: u32::try_from(row.try_get::<i32, _>(14)?).unwrap_or(0),
     })
 }
 

@@ -5,7 +5,7 @@ use outbox_core::store::{ATTEMPTS_KEPT, ClaimRequest, Claimed, LEASE_ENDED};
 use serde_json::Value;
 use sqlx::SqliteConnection;
 
-use super::row::{CLAIMED_COLUMNS, claimed, known_json, micros, token_text};
+use super::row::{claimed, claimed_columns, known_json, micros, token_text};
 use super::sql::{Statements, safe};
 
 /// Claims up to `?1` due events that `?2` [knows](known) for `?3` microseconds under the token `?4` for the
@@ -62,6 +62,7 @@ pub(super) fn claim() -> String {
     let ready = union(ready);
     let waiting = union(waiting);
     let set = take();
+    let columns = claimed_columns();
     format!(
         "UPDATE {{events}} SET {set}
         WHERE id IN (
@@ -77,7 +78,7 @@ pub(super) fn claim() -> String {
             ORDER BY waits_first DESC, priority DESC, id
             LIMIT ?1
         )
-        RETURNING {CLAIMED_COLUMNS}"
+        RETURNING {columns}"
     )
 }
 
@@ -86,6 +87,7 @@ pub(super) fn claim() -> String {
 /// The low-water bounds do not count here: whoever names a row knows where it is. The limit does.
 pub(super) fn claim_rows() -> String {
     let set = take();
+    let columns = claimed_columns();
     let free = free();
     format!(
         "UPDATE {{events}} SET {set}
@@ -98,7 +100,7 @@ pub(super) fn claim_rows() -> String {
             ORDER BY priority DESC, id
             LIMIT ?1
         )
-        RETURNING {CLAIMED_COLUMNS}"
+        RETURNING {columns}"
     )
 }
 

@@ -9,7 +9,7 @@ use outbox_core::DURATION_MAX;
 use outbox_core::event::{EventId, Priority};
 use outbox_core::fingerprint::Fingerprint;
 use outbox_core::lease::{HeldLease, LeaseToken};
-use outbox_core::store::{Claimed, Exhausted, KnownEvent};
+use outbox_core::store::{Claimed, Exhausted, KnownEvent, LEASE_ENDED};
 use serde_json::{Value, json};
 use sqlx::error::BoxDynError;
 use sqlx::sqlite::SqliteRow;
@@ -17,11 +17,25 @@ use sqlx::{Decode, Row, Sqlite};
 use uuid::Uuid;
 
 /// What a claim returns of each row, whichever statement claims it.
-pub(super) const CLAIMED_COLUMNS: &str = "
+const CLAIMED_COLUMNS: &str = "
     id, name, version, payload, headers, priority, due_at IS NOT NULL AS waited,
     attempts, max_attempts, created_at, coalesce(expires_at <= {now}, 0) AS expired, ordering_key,
-    handler, origin, (SELECT uuid FROM {installation}) AS installation
+    handler, origin, (SELECT uuid FROM {installation}) AS installation,
+    CASE
+        WHEN failures IS NULL THEN 0
+        WHEN json_extract(failures, '$[#-1].error') IS NOT '{lease_ended}'
+            OR json_extract(failures, '$[#-1].attempt') IS NOT attempts - 1
+        THEN 0
+        WHEN json_extract(failures, '$[#-2].error') IS NOT '{lease_ended}'
+            OR json_extract(failures, '$[#-2].attempt') IS NOT attempts - 2
+        THEN 1
+        ELSE 2
+    END AS lapsed
 ";
+
+pub(super) fn claimed_columns() -> String {
+    CLAIMED_COLUMNS.replace("{lease_ended}", LEASE_ENDED)
+}
 
 pub(super) fn claimed(row: &SqliteRow, token: LeaseToken) -> Result<Claimed, sqlx::Error> {
     Ok(Claimed {
@@ -43,6 +57,7 @@ pub(super) fn claimed(row: &SqliteRow, token: LeaseToken) -> Result<Claimed, sql
         ordering_key: optional_text(row, "ordering_key")?,
         handler: optional_text(row, "handler")?,
         origin: row.try_get("origin")?,
+        lapsed: row.try_get("lapsed")?,
     })
 }
 

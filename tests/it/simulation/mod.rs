@@ -16,11 +16,13 @@
 //! at one moment: a failure that needs such an order may take some runs of its seed to come again.
 
 mod history;
+mod poison;
 mod unreliable;
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::RecvTimeoutError;
 use std::time::Duration;
 
 use outbox_core::backoff::Backoff;
@@ -34,6 +36,12 @@ use history::{History, Promised};
 use unreliable::{Process, Unreliable};
 
 const SEEDS: u64 = 10_000;
+
+/// As many as the smallest machine has cores that this is run on.
+const WORKERS: usize = 2;
+
+/// How long a seed may take on a busy machine: far more than the ten milliseconds that it needs.
+const SEED_MAX: Duration = Duration::from_secs(60);
 
 /// How long things go wrong, and events are published.
 const STORM: Duration = Duration::from_secs(60);
@@ -101,26 +109,35 @@ fn whatever_stops_freezes_or_gets_lost_every_committed_event_comes_to_its_one_en
         .map(|seed| seed.parse().expect("SIMULATION_SEED is a number"));
     let seeds = first.unwrap_or(0)..first.unwrap_or(0) + SEEDS;
     let next = Arc::new(AtomicU64::new(seeds.start));
-    let workers: Vec<_> = (0..2)
-        .map(|_| {
-            let (next, seeds) = (Arc::clone(&next), seeds.clone());
-            std::thread::spawn(move || {
-                loop {
-                    let seed = next.fetch_add(1, Ordering::Relaxed);
-                    if !seeds.contains(&seed) {
-                        return;
-                    }
-                    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| simulate(seed))) {
-                        eprintln!("SIMULATION_SEED={seed}");
-                        resume_unwind(panic);
-                    }
+    let (report, reports) = std::sync::mpsc::channel();
+    for worker in 0..WORKERS {
+        let (next, seeds, report) = (Arc::clone(&next), seeds.clone(), report.clone());
+        std::thread::spawn(move || {
+            loop {
+                let seed = next.fetch_add(1, Ordering::Relaxed);
+                if !seeds.contains(&seed) {
+                    return;
                 }
-            })
-        })
-        .collect();
-    for worker in workers {
-        if let Err(panic) = worker.join() {
-            resume_unwind(panic);
+                let _ = report.send((worker, seed, None));
+                let end = catch_unwind(AssertUnwindSafe(|| simulate(seed)));
+                let _ = report.send((worker, seed, Some(end)));
+            }
+        });
+    }
+    drop(report);
+    let mut at_work = [None; WORKERS];
+    loop {
+        match reports.recv_timeout(SEED_MAX) {
+            Ok((worker, seed, None)) => at_work[worker] = Some(seed),
+            Ok((worker, _, Some(Ok(())))) => at_work[worker] = None,
+            Ok((_, seed, Some(Err(panic)))) => {
+                eprintln!("SIMULATION_SEED={seed}");
+                resume_unwind(panic);
+            }
+            Err(RecvTimeoutError::Timeout) => {
+                panic!("SIMULATION_SEED={at_work:?}: time does not move any more")
+            }
+            Err(RecvTimeoutError::Disconnected) => return,
         }
     }
 }

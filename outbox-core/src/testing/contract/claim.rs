@@ -449,6 +449,33 @@ pub async fn a_claim_by_number_takes_only_what_is_due<H: Harness>(h: &H) {
     assert_eq!(failures[0].error, LEASE_ENDED);
 }
 
+/// A claim tells how often the lease has ended without an outcome just before it, up to twice.
+pub async fn a_claim_tells_of_the_leases_that_ended_before_it<H: Harness>(h: &H) {
+    let event = NewEvent {
+        max_attempts: count(9),
+        ..event()
+    };
+    let row = publish(h, event).await;
+    for lapsed in [0, 1, 2, 2] {
+        assert_eq!(claim_one(h).await.lapsed, lapsed);
+        h.expire_lease(row).await;
+    }
+    // Given back, it is the same attempt again.
+    let claimed = claim_one(h).await;
+    assert_eq!(claimed.lapsed, 2);
+    assert_eq!(
+        h.store().release(&[claimed.lease()]).await.unwrap(),
+        [Settled::Recorded]
+    );
+    let claimed = claim_one(h).await;
+    assert_eq!(claimed.lapsed, 2);
+    record_outcome(h, claimed.lease(), retry("no route")).await;
+    h.make_due(row).await;
+    assert_eq!(claim_one(h).await.lapsed, 0);
+    h.expire_lease(row).await;
+    assert_eq!(claim_one(h).await.lapsed, 1);
+}
+
 /// In a pass, too, a claim begins to look at the low-water marks.
 pub async fn a_claim_in_a_pass_begins_at_the_marks<H: Harness>(h: &H) {
     let row = publish(h, event()).await;

@@ -245,6 +245,7 @@ macro_rules! __store_contract_cases {
                 a_row_without_an_attempt_left_is_not_claimed
                 a_claim_by_number_takes_those_rows_only
                 a_claim_by_number_takes_only_what_is_due
+                a_claim_tells_of_the_leases_that_ended_before_it
                 a_claim_in_a_pass_begins_at_the_marks
                 a_claim_in_a_pass_is_a_claim;
             lease:

@@ -11,7 +11,8 @@ use crate::fingerprint::Fingerprint;
 use crate::lease::HeldLease;
 use crate::outcome::{DeadReason, EXPIRED, Outcome};
 use crate::store::{
-    ATTEMPTS_KEPT, Claimed, EventRecord, EventState, Existing, Failure, NewEvent, PauseRef, Watched,
+    ATTEMPTS_KEPT, Claimed, EventRecord, EventState, Existing, Failure, LEASE_ENDED, NewEvent,
+    PauseRef, Watched,
 };
 
 /// What was committed.
@@ -341,7 +342,22 @@ impl Row {
             max_attempts: columns.max_attempts,
             created_at: columns.created_at,
             expired: self.is_expired(now),
+            lapsed: self.lapsed(),
         })
+    }
+
+    fn lapsed(&self) -> u32 {
+        let mut latest = self.columns.failures.iter().rev();
+        let mut lapses = |attempt| {
+            latest
+                .next()
+                .is_some_and(|last| last.error == LEASE_ENDED && last.attempt == attempt)
+        };
+        let attempts = self.columns.attempts;
+        match attempts.checked_sub(1).is_some_and(&mut lapses) {
+            true => 1 + u32::from(attempts.checked_sub(2).is_some_and(lapses)),
+            false => 0,
+        }
     }
 
     pub(super) fn state(&self, now: SystemTime) -> EventState {
