@@ -252,8 +252,9 @@ impl Delivery {
         self.version
     }
 
-    /// Which attempt this is, from 1. Anything above 1 may be a redelivery after the effect. So may 1:
-    /// a dead letter that is requeued begins again.
+    /// Which attempt this is, from 1. Anything above 1 may be a redelivery after the effect. So may 1: a
+    /// dead letter that is requeued begins again. And any number can come twice, because a run that a
+    /// shutdown cut short is not counted. To tell a repeat, use the [event id](Self::event_id).
     #[must_use]
     pub fn attempt(&self) -> NonZeroU32 {
         self.attempt

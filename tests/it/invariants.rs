@@ -1,5 +1,6 @@
 //! What must not be there: absences that nobody can see in the code.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -28,6 +29,34 @@ fn check_absent(of: &str, words: &[&str]) {
         for word in words {
             assert!(!text.contains(word), "{} says `{word}`", path.display());
         }
+    }
+}
+
+/// A page that names a test which is not there proves nothing.
+#[test]
+fn every_test_that_the_guarantees_name_is_there() {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/guarantees.md");
+    let page = fs::read_to_string(page).unwrap();
+    let code: Vec<String> = ["tests/it", "outbox-core/src", "outbox-sqlx/src"]
+        .into_iter()
+        .flat_map(sources)
+        .map(|(_, text)| text)
+        .collect();
+    let named: BTreeSet<&str> = page
+        .split('`')
+        .skip(1)
+        .step_by(2)
+        .filter(|quoted| quoted.contains("::") && !quoted.contains(['(', ' ']))
+        .filter_map(|path| path.rsplit("::").next())
+        .filter(|name| name.contains('_'))
+        .collect();
+    assert!(named.len() > 200, "{} tests are named", named.len());
+    for name in named {
+        let function = format!("fn {name}");
+        assert!(
+            code.iter().any(|text| text.contains(&function)),
+            "no test {name}"
+        );
     }
 }
 

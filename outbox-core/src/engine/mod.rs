@@ -180,11 +180,8 @@ impl<S: Store> Shared<S> {
                 entered: Some(entered),
             };
             let shared = &unfinished.shared;
-            let margin = shared.settings.lease_margin();
-            match shared.held.start(lease, overdue_after, margin) {
-                held::Start::Begins => {}
-                held::Start::IsOver => return,
-                held::Start::TooLate => return shared.give_back_late(lease),
+            if !shared.may_begin(lease, &entry) {
+                return;
             }
             let finding = match (&entry.runner, shared.transactional.get(&entry.key())) {
                 (Runner::Plain(handler), _) => {
@@ -201,6 +198,18 @@ impl<S: Store> Shared<S> {
                 shared.finish(lease, finding);
             }
         });
+    }
+
+    /// Whether the handler may begin now, from when its time is counted. If it may not because its
+    /// lease is nearly over, the event is given back.
+    fn may_begin(&self, lease: HeldLease, entry: &Entry) -> bool {
+        let overdue_after = entry.timeout + OVERDUE_AFTER;
+        let margin = self.settings.lease_margin();
+        let start = self.held.start(lease, overdue_after, margin);
+        if start == held::Start::TooLate {
+            self.give_back_late(lease);
+        }
+        start == held::Start::Begins
     }
 
     /// The answer to its claim, or a thread for its handler, came when the lease was nearly over.

@@ -7,6 +7,8 @@
 //! The transaction is the application's kind, on the application's connections, and is open for as
 //! long as the handler runs: the one exception to the rule that none is.
 
+use std::time::Duration;
+
 use tokio_util::sync::CancellationToken;
 
 use crate::dispatch::{self, Cause, Finding};
@@ -32,7 +34,7 @@ pub(super) async fn run<S: Store>(
         Ok(delivery) => delivery,
         Err(undecodable) => return Some(undecodable),
     };
-    let mut tx = match shared.store.begin().await {
+    let mut tx = match begin(shared, entry.timeout).await {
         Ok(tx) => tx,
         Err(error) => {
             // Nothing has happened that an attempt could be charged for.
@@ -45,6 +47,11 @@ pub(super) async fn run<S: Store>(
             return None;
         }
     };
+    // The handler's own time begins here, if its lease has any left.
+    if !shared.may_begin(lease, entry) {
+        roll_back(shared, tx).await;
+        return None;
+    }
     let succeeded = Succeeded::default();
     let handling = succeeded.watch(handler.run(&claimed.payload, &mut tx, &delivery));
     let handling = middleware::around(shared.registry.middleware(), &delivery, handling);
@@ -57,6 +64,24 @@ pub(super) async fn run<S: Store>(
             roll_back(shared, tx).await;
             finding
         }
+    }
+}
+
+/// A transaction of the application's pool, which may have none to give for long: others hold its
+/// connections, or the server does not answer.
+///
+/// In a task of its own, because dropping a call to a database half way is not safe.
+async fn begin<S: Store>(
+    shared: &Shared<S>,
+    limit: Duration,
+) -> Result<S::Tx<'static>, StoreError> {
+    let doing = "begin a handler's transaction";
+    let store = shared.store.clone();
+    let beginning = shared.handlers.spawn(async move { store.begin().await });
+    match tokio::time::timeout(limit, beginning).await {
+        Ok(Ok(begun)) => begun,
+        Ok(Err(panic)) => Err(StoreError::new(StoreErrorKind::Other, doing).with_source(panic)),
+        Err(_) => Err(StoreError::new(StoreErrorKind::TimedOut, doing)),
     }
 }
 
@@ -142,8 +167,15 @@ fn not_committed(error: &StoreError) -> Finding {
 
 /// Undoes what a handler wrote. That an error comes back matters to nobody: without a commit nothing
 /// is kept.
+///
+/// Waited for no longer than a lease: a connection that never answers must not keep the handler's
+/// permit. Then it goes on by itself.
 async fn roll_back<S: Store>(shared: &Shared<S>, tx: S::Tx<'static>) {
-    if let Err(error) = shared.store.rollback(tx).await {
-        tracing::debug!(error = %ErrorText::from(&error), "a handler's transaction was not rolled back");
-    }
+    let store = shared.store.clone();
+    let rolling_back = shared.handlers.spawn(async move {
+        if let Err(error) = store.rollback(tx).await {
+            tracing::debug!(error = %ErrorText::from(&error), "a handler's transaction was not rolled back");
+        }
+    });
+    let _ = tokio::time::timeout(shared.settings.lease, rolling_back).await;
 }

@@ -224,6 +224,44 @@ async fn p6_without_a_transaction_nothing_has_started_and_nothing_is_charged() {
     assert_eq!(runs.load(Ordering::Relaxed), 1);
 }
 
+/// The application's pool has no connection to give for longer than the handler may take.
+#[tokio::test(start_paused = true)]
+async fn p6_a_transaction_that_is_long_in_coming_costs_no_attempt() {
+    let store = MemoryStore::new();
+    let builder = builder(&store).handler_timeout(Duration::from_secs(2));
+    let (outbox, mut outcomes, runs) = told(builder, |_| Step::Return(Ok(())));
+    publish_for_relays(&outbox, &Ticked { n: 1 }).await;
+    let waiting = store.hold(Operation::Begin);
+    let relay = outbox.relay().start().await.unwrap();
+    waiting.arrived(1).await;
+    store.wait_for_calls(Operation::Release, 1).await;
+    assert_eq!(runs.load(Ordering::Relaxed), 0);
+    drop(waiting);
+    let outcome = outcomes.recv().await.unwrap();
+    assert!(matches!(outcome.result, SettledResult::Processed));
+    assert_eq!(outcome.attempt, 1);
+    assert_eq!(runs.load(Ordering::Relaxed), 1);
+    relay.shutdown(Duration::from_secs(1)).await.unwrap();
+}
+
+/// A connection that does not answer a rollback keeps the handler's permit no longer than a lease.
+#[tokio::test(start_paused = true)]
+async fn p11_a_rollback_that_never_comes_back_is_given_up_after_a_lease() {
+    let store = MemoryStore::new();
+    let builder = builder(&store)
+        .lease(Duration::from_secs(10))
+        .handler_timeout(Duration::from_secs(2));
+    let failing = |_| Step::Return(Err(HandlerError::retry("no")));
+    let (outbox, mut outcomes, runs) = told(builder, failing);
+    publish_for_relays(&outbox, &Ticked { n: 1 }).await;
+    let _hung = store.hold(Operation::Rollback);
+    let _relay = outbox.relay().concurrency(1).start().await.unwrap();
+    let outcome = tokio::time::timeout(Duration::from_secs(15), outcomes.recv());
+    let outcome = outcome.await.unwrap().unwrap();
+    assert!(matches!(outcome.result, SettledResult::Retry { .. }));
+    assert_eq!(runs.load(Ordering::Relaxed), 1);
+}
+
 #[tokio::test(start_paused = true)]
 async fn it_is_given_the_callers_transaction_before_a_commit_and_one_of_its_own_directly() {
     let store = MemoryStore::new();
