@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use outbox_core::{EventState, HandlerError};
 
-use super::{Database, on_both_databases};
+use super::{Database, LIMIT, on_both_databases};
 use crate::events::{OrderPaid, Step, Ticked, scripted};
+use crate::support::eventually;
 
 on_both_databases! {
     an_event_is_handled_right_after_its_commit_and_a_duplicate_gets_its_result
@@ -173,4 +174,9 @@ async fn p11_a_handler_that_blocks_is_a_failed_attempt_before_it_returns<D: Data
     assert_eq!(record.state, EventState::Failed);
     let overrun = Some("the handler overran its timeout of 200ms");
     assert_eq!(record.last_error.as_deref(), overrun);
+    // When it does return, what it says changes nothing.
+    eventually(LIMIT, async || outbox.counters().late_results == 1).await;
+    let record = outbox.find(id).await.unwrap().unwrap();
+    assert_eq!(record.last_error.as_deref(), overrun);
+    assert_eq!(outbox.counters().processed, 0);
 }

@@ -5,7 +5,9 @@ use std::fmt;
 use std::time::Duration;
 
 use outbox_core::testing::{MemoryStore, Operation};
-use outbox_core::{Backoff, EventState, HandlerError, Outbox, SettledResult, StoreErrorKind};
+use outbox_core::{
+    Backoff, EventState, HandlerError, Outbox, OutboxEvent, SettledResult, StoreErrorKind,
+};
 
 use super::builder;
 use crate::events::{Step, Ticked, publish_for_relays, scripted, settled};
@@ -184,4 +186,38 @@ async fn a_settlement_that_fails_for_a_reason_unknown_ends_with_its_lease() {
     let _relay = outbox.relay().start().await.unwrap();
     assert_eq!(runs.recv().await.unwrap().delivery.attempt().get(), 1);
     assert_eq!(runs.recv().await.unwrap().delivery.attempt().get(), 2);
+}
+
+/// An output that cannot be written as JSON.
+#[derive(Clone, Debug, serde::Deserialize)]
+struct Unwritable;
+
+impl serde::Serialize for Unwritable {
+    fn serialize<S: serde::Serializer>(&self, _: S) -> Result<S::Ok, S::Error> {
+        Err(serde::ser::Error::custom("it has no shape"))
+    }
+}
+
+#[derive(Clone, Debug, serde::Deserialize, serde::Serialize)]
+struct Shapeless;
+
+impl OutboxEvent for Shapeless {
+    type Output = Unwritable;
+    const NAME: &'static str = "shapeless";
+}
+
+#[tokio::test(start_paused = true)]
+async fn p11_an_output_that_is_no_json_is_a_failed_attempt() {
+    let store = MemoryStore::new();
+    let (builder, mut outcomes) =
+        settled(builder(&store).on(|_: Shapeless| async { Ok::<_, HandlerError>(Unwritable) }));
+    let outbox = builder.build().unwrap();
+    publish_for_relays(&outbox, &Shapeless).await;
+    let _relay = outbox.relay().start().await.unwrap();
+    match outcomes.recv().await.unwrap().result {
+        SettledResult::Retry { error, .. } => {
+            assert!(error.contains("it has no shape"), "{error}");
+        }
+        other => panic!("{other:?}"),
+    }
 }

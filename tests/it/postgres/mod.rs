@@ -614,6 +614,33 @@ async fn the_rights_in_the_documentation_are_enough() {
 }
 
 #[tokio::test]
+async fn p2_a_transaction_of_the_store_is_read_committed_whatever_the_default() {
+    let (db, store) = installed().await;
+    run(
+        store.pool(),
+        "DO $$ BEGIN EXECUTE format(
+             'ALTER DATABASE %I SET default_transaction_isolation = serializable',
+             current_database()); END $$",
+    )
+    .await;
+    // The default is that of new sessions.
+    let store = PgStore::new(PgPool::connect(&db.url()).await.unwrap());
+    let isolation = "SELECT current_setting('transaction_isolation')";
+    let by_default: String = sqlx::query_scalar(isolation)
+        .fetch_one(store.pool())
+        .await
+        .unwrap();
+    assert_eq!(by_default, "serializable");
+    let mut tx = store.begin().await.unwrap();
+    let stated: String = sqlx::query_scalar(isolation)
+        .fetch_one(&mut *tx)
+        .await
+        .unwrap();
+    assert_eq!(stated, "read committed");
+    store.rollback(tx).await.unwrap();
+}
+
+#[tokio::test]
 async fn a_check_leaves_nothing_and_works_under_a_stricter_default() {
     let (_db, store) = installed().await;
     run(
