@@ -175,3 +175,39 @@ async fn a_frozen_relay_loses_its_leases_and_changes_nothing_when_it_wakes_up() 
     other.close_stdin();
     assert!(other.wait(LIMIT).await.success());
 }
+
+/// F19, F21: one of twenty-one events aborts its process, and a supervisor starts that again.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_event_that_aborts_its_process_is_the_only_one_that_dies() {
+    let db = database().await;
+    let pool = db.pool();
+    let insert = "INSERT INTO outbox.outbox_events
+             (name, version, payload, priority, max_attempts, retention)
+         SELECT 'order.placed', 1, json_build_object('order', n), 1, 3, interval '1 day'
+         FROM generate_series(0, 20) AS n";
+    sqlx::query(insert).execute(&pool).await.unwrap();
+    let mut aborted = 0;
+    loop {
+        let mut relay = node(&db, &["poison", &format!("life-{aborted}")]);
+        tokio::select! {
+            status = relay.wait(LIMIT) => {
+                assert!(!status.success(), "{relay:?}");
+                aborted += 1;
+                assert!(aborted <= 3, "an attempt has aborted two processes");
+            }
+            () = eventually(LIMIT, || async { count(&pool, UNSETTLED).await == 0 }) => {
+                relay.close_stdin();
+                assert!(relay.wait(LIMIT).await.success(), "{relay:?}");
+                break;
+            }
+        }
+    }
+    assert_eq!(aborted, 3);
+    let done = "SELECT count(*) FROM outbox.outbox_events_history WHERE state = 'processed'";
+    assert_eq!(count(&pool, done).await, 20);
+    let dead = "SELECT count(*) FROM outbox.outbox_events_dead
+         WHERE payload ->> 'order' = '0' AND dead_reason = 'lease_expired' AND attempts = 3";
+    assert_eq!(count(&pool, dead).await, 1);
+    let beside = "SELECT count(*) FROM runs WHERE number > 0 AND attempt = 2";
+    assert!(count(&pool, beside).await > 0, "nothing ran beside it");
+}

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! node relay <url> <instance>            relays, and writes a row into `runs` for every run
+//! node poison <url> <instance>           relays, and aborts in the middle of order 0
 //! node publish <url> <instance> <from>   publishes order after order, inline dispatch on, and
 //!                                        writes `{"committed": n}` after each commit
 //! node lock <url> <name>                 takes an exclusive lock, writes `"had"`, and keeps it
@@ -46,6 +47,8 @@ impl OutboxEvent for OrderPlaced {
 struct Recording {
     pool: PgPool,
     instance: String,
+    /// Whether to abort the process in the middle of order 0, with others beside it.
+    aborts: bool,
 }
 
 impl Handler<OrderPlaced> for Recording {
@@ -57,9 +60,19 @@ impl Handler<OrderPlaced> for Recording {
             .bind(&self.instance)
             .execute(&self.pool)
             .await?;
+        if self.aborts {
+            tokio::time::sleep(BESIDE).await;
+            if event.order == 0 {
+                std::process::abort();
+            }
+            tokio::time::sleep(BESIDE).await;
+        }
         Ok(())
     }
 }
+
+/// Long enough for all that were claimed together to begin.
+const BESIDE: Duration = Duration::from_millis(200);
 
 #[tokio::main]
 async fn main() {
@@ -75,6 +88,7 @@ async fn main() {
     let recording = Recording {
         pool: connect(),
         instance: instance.clone(),
+        aborts: argument(0) == "poison",
     };
     let outbox = Outbox::builder(PgStore::new(connect()))
         .instance(instance)
@@ -89,6 +103,12 @@ async fn main() {
         "relay" => {
             let relay = outbox.relay().start().await.unwrap();
             println!("\"relaying\"");
+            end_of_input().await;
+            relay.shutdown(Duration::from_secs(10)).await.unwrap();
+        }
+        "poison" => {
+            let relay = outbox.relay().sweep_interval(Duration::from_secs(1));
+            let relay = relay.start().await.unwrap();
             end_of_input().await;
             relay.shutdown(Duration::from_secs(10)).await.unwrap();
         }
