@@ -56,6 +56,8 @@ async fn an_event_that_ends_its_process_dies_alone() {
             publish_for_relays(&publisher, &Ticked { n }).await;
         }
         let mut ended = 0;
+        // Dropped, they would still do something.
+        let mut over = Vec::new();
         let mut beside = Vec::new();
         while store
             .records()
@@ -80,7 +82,7 @@ async fn an_event_that_ends_its_process_dies_alone() {
                 () = tokio::time::sleep(10 * SWEEP) => {}
             }
             process.stop();
-            std::mem::forget((relay, outbox));
+            over.push((relay, outbox));
             tokio::time::sleep(LEASE).await;
         }
         assert!(beside[0] > 0, "nothing ran beside it");
