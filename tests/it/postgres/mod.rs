@@ -613,17 +613,21 @@ async fn the_rights_in_the_documentation_are_enough() {
     .await;
 }
 
-#[tokio::test]
-async fn p2_a_transaction_of_the_store_is_read_committed_whatever_the_default() {
-    let (db, store) = installed().await;
+/// Of new sessions.
+async fn make_serializable_the_default(pool: &PgPool) {
     run(
-        store.pool(),
+        pool,
         "DO $$ BEGIN EXECUTE format(
              'ALTER DATABASE %I SET default_transaction_isolation = serializable',
              current_database()); END $$",
     )
     .await;
-    // The default is that of new sessions.
+}
+
+#[tokio::test]
+async fn p2_a_transaction_of_the_store_is_read_committed_whatever_the_default() {
+    let (db, store) = installed().await;
+    make_serializable_the_default(store.pool()).await;
     let store = PgStore::new(PgPool::connect(&db.url()).await.unwrap());
     let isolation = "SELECT current_setting('transaction_isolation')";
     let by_default: String = sqlx::query_scalar(isolation)
@@ -643,13 +647,7 @@ async fn p2_a_transaction_of_the_store_is_read_committed_whatever_the_default() 
 #[tokio::test]
 async fn a_check_leaves_nothing_and_works_under_a_stricter_default() {
     let (_db, store) = installed().await;
-    run(
-        store.pool(),
-        "DO $$ BEGIN EXECUTE format(
-             'ALTER DATABASE %I SET default_transaction_isolation = serializable',
-             current_database()); END $$",
-    )
-    .await;
+    make_serializable_the_default(store.pool()).await;
     let checks = (0..4).map(|_| {
         let store = store.clone();
         tokio::spawn(async move { store.check().await })
