@@ -33,8 +33,8 @@ pub(crate) struct Marks {
     more_below: bool,
     /// The last look from the beginning was long, or one since.
     long: bool,
-    /// The marks are above all that a long look has seen.
-    at_end: bool,
+    /// The last long look came up short, and the next one from the same marks would, too.
+    walked: bool,
     /// What was paused when that began.
     paused: Option<Vec<Pause>>,
     pauses_at: Instant,
@@ -69,7 +69,7 @@ impl Marks {
             rested_at: Instant::now(),
             more_below: false,
             long: false,
-            at_end: false,
+            walked: false,
             paused: None,
             pauses_at: Instant::now(),
         }
@@ -91,7 +91,7 @@ impl Marks {
 
     /// Whether this look is to be told what is around it.
     pub(crate) fn asks_around(&self, look: Look) -> bool {
-        self.long && (look.full || !self.at_end)
+        self.long && (look.full || self.walked)
     }
 
     /// Whether it is time to see if there is a reason to look from the beginning now, and not only
@@ -136,7 +136,7 @@ impl Marks {
         let full_batch = claimed.len() >= limit;
         if took > CHEAP {
             self.long = true;
-            self.at_end = false;
+            self.walked = !full_batch;
             self.rested_at = Instant::now() + std::cmp::min(took * REST, REST_MAX);
         } else if look.full {
             self.long = false;
@@ -145,7 +145,7 @@ impl Marks {
             && !full_batch
             && let Some(around) = around
         {
-            self.at_end = true;
+            self.walked = false;
             self.paused = Some(around.paused);
             for priority in Priority::DESCENDING {
                 self.marks.raise(priority, around.newest.saturating_add(1));
@@ -311,6 +311,16 @@ mod tests {
         assert!(!marks.look().full);
         assert_eq!(marks.look().from.of(Priority::Normal), 91);
         assert_eq!(marks.look().from.of(Priority::High), 91);
+        // A claim that fills its batch has nothing to ask, however long it took.
+        marks.learn(
+            marks.look(),
+            &[claimed(92), claimed(93)],
+            &[],
+            2,
+            LONG,
+            None,
+        );
+        assert!(!marks.asks_around(marks.look()));
         // A short one that fills its batch has not come to the end.
         tokio::time::advance(LONG * REST).await;
         marks.learn(
